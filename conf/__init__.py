@@ -1,0 +1,1 @@
+"""The configuration: one folder a group, one YAML file an option. Holds no code."""
