@@ -59,7 +59,7 @@ class SamplingParams:
         Raises:
             ValueError: an unknown key (the message lists the known ones) or a value out of range.
         """
-        known = {f.name: getattr(defaults, f.name) if defaults else f.default for f in fields(cls)}
+        known: dict[str, Any] = {f.name: getattr(defaults, f.name) if defaults else f.default for f in fields(cls)}
         unknown = sorted(set(values) - set(known))
         if unknown:
             raise ValueError(f"sampling: unknown key {unknown[0]!r}; known keys are {', '.join(sorted(known))}")
