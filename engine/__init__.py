@@ -1,0 +1,53 @@
+"""Tokens in, tokens out: paged KV cache, continuous batching, shared-prefix caching.
+
+The names below are the public surface; they load on first use, so that ``import engine`` stays free of torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine import plugins
+    from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
+    from engine.loop import Engine
+    from engine.tokenizer import Tokenizer
+    from engine.types import Completion, Request, SamplingParams
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "KVCacheConfig",
+    "ModelConfig",
+    "Request",
+    "SamplingParams",
+    "Tokenizer",
+    "parse_bytes",
+    "plugins",
+]
+
+_HOME = {
+    "Completion": "engine.types",
+    "Engine": "engine.loop",
+    "EngineConfig": "engine.config",
+    "KVCacheConfig": "engine.config",
+    "ModelConfig": "engine.config",
+    "Request": "engine.types",
+    "SamplingParams": "engine.types",
+    "Tokenizer": "engine.tokenizer",
+    "parse_bytes": "engine.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "plugins":
+        return importlib.import_module("engine.plugins")
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'engine' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

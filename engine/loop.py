@@ -1,0 +1,123 @@
+"""The engine's loop: requests in, completions out, one step after the other.
+
+It owns the order of things and the bounded window of waiting requests; what a step computes is the scheduler's decision
+and how it is computed is the runner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol
+
+from engine.scheduler.scheduler import Scheduler
+from engine.stats import Stats
+from engine.types import Completion, Draw, Request, StepPlan
+
+if TYPE_CHECKING:
+    from engine.config import EngineConfig, KVCacheConfig, ModelConfig
+    from engine.tokenizer import Tokenizer
+
+# Requests that may wait at once: enough for prefix order to find twins, little enough for memory to stay flat.
+_MAX_WAITING = 8192
+
+
+class Runner(Protocol):
+    """What the loop needs of a device."""
+
+    def run(self, plan: StepPlan) -> list[Draw]:
+        """Compute the plan's chunks; one draw for each chunk that samples, in plan order (token id -1: not a number)."""
+        ...
+
+
+class Engine:
+    """Paged-KV, continuous-batching generation: ``submit`` and ``step``, or ``generate`` for both."""
+
+    def __init__(self, *, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def load(cls, path: str, *, dtype: str = "auto", kv_format: str = "auto", **settings: object) -> Engine:
+        """Load the model at ``path`` (folder, hub id or .gguf); ``settings`` are EngineConfig's fields."""
+        from engine.config import EngineConfig, KVCacheConfig, ModelConfig
+
+        return cls.from_config(
+            model=ModelConfig(path=path, dtype=dtype),
+            engine=EngineConfig(**settings),  # type: ignore[arg-type]
+            kv_cache=KVCacheConfig(format=kv_format),
+        )
+
+    @classmethod
+    def from_config(
+        cls, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None
+    ) -> Engine:
+        """Build every part from its settings; a ``tokenizer`` that is loaded already is used as it is.
+
+        Raises:
+            ValueError: a setting cannot be served on this machine or by this model; the message names the key.
+        """
+        from engine.build import build
+
+        return build(model=model, engine=engine, kv_cache=kv_cache, tokenizer=tokenizer)
+
+    @property
+    def stats(self) -> Stats:
+        return self.scheduler.stats
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer: the one limit that admission uses."""
+        return self.scheduler.max_len
+
+    def submit(self, request: Request) -> Completion | None:
+        """Queue ``request``. What can never be served (too long, empty) comes straight back as an error completion."""
+        return self.scheduler.add(request)
+
+    def step(self) -> list[Completion]:
+        """Compute one step over everything in flight; returns what finished with it."""
+        with self.stats.time("schedule"):
+            plan = self.scheduler.schedule()
+        draws = self.runner.run(plan)
+        with self.stats.time("schedule"):
+            return self.scheduler.commit(plan, draws)
+
+    def generate(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
+        """Answer ``requests`` as they come; completions are yielded as they finish, in any order.
+
+        Requests are pulled while the model runs, at most a bounded number ahead, so memory is flat for any input size.
+        A None among them says "nothing before something has finished". Closing the iterator aborts what is in flight.
+        """
+        source = iter(requests)
+        in_flight: set[str | int] = set()
+        exhausted = False
+        try:
+            while not exhausted or self.scheduler.has_work:
+                if not exhausted:
+                    pulled, exhausted = self._pull(source)
+                    for request in pulled:
+                        if (refused := self.submit(request)) is not None:
+                            yield refused
+                        else:
+                            in_flight.add(request.id)
+                if self.scheduler.has_work:
+                    for completion in self.step():
+                        in_flight.discard(completion.request_id)
+                        yield completion
+        finally:
+            for request_id in in_flight:
+                self.scheduler.abort(request_id)
+
+    def _pull(self, source: Iterator[Request | None]) -> tuple[list[Request], bool]:
+        """A step's worth of new requests, and whether the source has ended. Little by little: the first step is soon."""
+        pulled: list[Request] = []
+        room = _MAX_WAITING - len(self.scheduler.waiting)
+        while len(pulled) < min(room, self.scheduler.max_num_seqs):
+            try:
+                request = next(source)
+            except StopIteration:
+                return pulled, True
+            if request is None:
+                break
+            pulled.append(request)
+        return pulled, False

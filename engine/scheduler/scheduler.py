@@ -1,0 +1,219 @@
+"""Decides what each step computes: who runs, who waits, who gives way, who is finished.
+
+Works on ints alone: there are no phases, a prefill, a prefix hit, a decode and a recompute are all "compute the pending
+tokens"; how a plan becomes tensors is not its business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence as SequenceOf
+
+from engine.kv.manager import BlockManager, Edge
+from engine.scheduler.policy import PrefixFirst
+from engine.scheduler.stopping import Ending, finish
+from engine.sequence import Sequence
+from engine.stats import Stats
+from engine.types import Chunk, Completion, Draw, Request, StepPlan
+
+# Waiting sequences that are looked at in one step; the rest are behind them in prefix order and would share their fate.
+_SCAN_FACTOR = 2
+
+
+class Scheduler:
+    """Continuous batching over ``kv``'s blocks.
+
+    Args:
+        max_num_seqs: most sequences in flight.
+        max_num_batched_tokens: token budget of a step.
+        max_model_len: most tokens of a prompt and its answer; also bounded by the pool.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    def __init__(
+        self,
+        *,
+        kv: BlockManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        eos_token_ids: Collection[int],
+        stats: Stats | None = None,
+    ) -> None:
+        assert max_num_batched_tokens >= max_num_seqs, "each running sequence needs a token a step"
+        self.kv = kv
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_len = min(max_model_len, kv.num_blocks * kv.block_size)
+        self.max_model_len = max_model_len
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.stats = stats or Stats()
+        self.waiting = PrefixFirst()
+        self.running: list[Sequence] = []  # oldest admission first
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running) or len(self.waiting) > 0
+
+    def add(self, request: Request) -> Completion | None:
+        """Queue ``request``; what can never be served comes straight back as an error completion."""
+        num_tokens = len(request.prompt_token_ids)
+        if num_tokens == 0:
+            return _refused(request, "empty_prompt", "the prompt has no tokens; give it some text")
+        if num_tokens >= self.max_len:
+            return _refused(request, "too_long", self._too_long(num_tokens))
+        max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
+        self.waiting.add(Sequence(request, max_len=max_len))
+        return None
+
+    def schedule(self) -> StepPlan:
+        """The next step's chunks, decodes first; every running sequence has its blocks when this returns."""
+        grants = self._grant_budget()
+        num_preemptions = self.stats.num_preemptions
+        chunks = self._continue_running(grants)
+        if self.stats.num_preemptions == num_preemptions:
+            chunks += self._admit(self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks))
+        assert chunks or not self.has_work, "I5: a step without progress"
+        chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+        return StepPlan(tuple(chunks))
+
+    def commit(self, plan: StepPlan, draws: SequenceOf[Draw]) -> list[Completion]:
+        """Apply a step's draws: advance, publish full blocks, stop what is done. Returns what finished."""
+        drawn = dict(zip((chunk.seq for chunk in plan.sampling), draws, strict=True))
+        failed = {seq for seq, draw in drawn.items() if draw.token_id < 0}
+        for chunk in plan.chunks:
+            chunk.seq.num_computed += chunk.num_tokens
+            if chunk.seq in drawn and chunk.seq not in failed:
+                chunk.seq.append(*drawn[chunk.seq])
+                self.stats.num_generated_tokens += 1
+            if chunk.seq not in failed:  # what a broken row computed is nothing to share
+                self.kv.publish(chunk.seq)
+        self.stats.record_step(
+            num_seqs=len(plan.chunks),
+            num_tokens=plan.num_tokens,
+            num_held=self.kv.num_held,
+            num_stored=self.kv.num_stored(self.running),
+            block_size=self.kv.block_size,
+        )
+        return [done for seq in drawn if (done := self._finish(seq, broken=seq in failed)) is not None]
+
+    def abort(self, request_id: str | int) -> bool:
+        """Forget a request wherever it is; all its blocks come back. False where it is unknown or finished."""
+        for seq in self.running:
+            if seq.request.id == request_id:
+                self.running.remove(seq)
+                self.kv.release(seq)
+                return True
+        for seq in self.waiting:
+            if seq.request.id == request_id:
+                self.waiting.remove(seq)
+                return True
+        return False
+
+    def _grant_budget(self) -> dict[Sequence, int]:
+        """Tokens for each running sequence: one for everybody, so that all go on; prefills share the rest, oldest first."""
+        budget = self.max_num_batched_tokens - len(self.running)
+        grants: dict[Sequence, int] = {}
+        for seq in self.running:
+            extra = min(seq.num_pending - 1, budget)
+            grants[seq] = 1 + extra
+            budget -= extra
+        return grants
+
+    def _continue_running(self, grants: dict[Sequence, int]) -> list[Chunk]:
+        """Oldest first, each takes the blocks it needs; where there are none, the youngest gives way."""
+        chunks: list[Chunk] = []
+        index = 0
+        while index < len(self.running):
+            seq = self.running[index]
+            if self.kv.reserve(seq, grants[seq]):
+                chunks.append(_chunk(seq, grants[seq]))
+                index += 1
+            else:
+                self._preempt(self.running.pop())
+        return chunks
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.stats.num_preemptions += 1
+        self.stats.num_recomputed_tokens += seq.num_computed  # what the cache still has is taken off at readmission
+        self.kv.release(seq)
+        self.waiting.resume(seq)
+
+    def _admit(self, budget: int) -> list[Chunk]:
+        chunks: list[Chunk] = []
+        if budget == 0 or len(self.running) >= self.max_num_seqs or not len(self.waiting):
+            return chunks
+        in_flight = {edge for seq in self.running if (edge := self.kv.next_edge(seq)) is not None}
+        for seq in self.waiting.candidates(limit=_SCAN_FACTOR * self.max_num_seqs):
+            if budget == 0 or len(self.running) >= self.max_num_seqs:
+                break
+            prefix = self.kv.match(seq)
+            if self._twin_is_computing(self.kv.edge_after(seq, prefix), in_flight):
+                continue
+            # One spare block for each sequence in flight keeps the next few steps from preempting who was just admitted.
+            if not self.kv.admit(seq, prefix, spare=len(self.running)):
+                break
+            self.waiting.remove(seq)
+            self.running.append(seq)
+            self._count_admission(seq)
+            chunks.append(_chunk(seq, min(seq.num_pending, budget)))
+            budget -= chunks[-1].num_tokens
+            if (edge := self.kv.next_edge(seq)) is not None:
+                in_flight.add(edge)
+        return chunks
+
+    @staticmethod
+    def _twin_is_computing(edge: Edge | None, in_flight: Collection[Edge]) -> bool:
+        """The twin gate: the next block of a waiting sequence is being computed right now, so waiting makes it free."""
+        return edge is not None and edge in in_flight
+
+    def _count_admission(self, seq: Sequence) -> None:
+        if seq.num_cached is None:
+            seq.num_cached = seq.num_computed
+            self.stats.num_prompt_tokens += seq.num_prompt
+            self.stats.num_cached_tokens += seq.num_cached
+        else:
+            self.stats.num_recomputed_tokens -= seq.num_computed
+
+    def _finish(self, seq: Sequence, *, broken: bool) -> Completion | None:
+        ending: Ending | None = ("error", None) if broken else finish(seq, eos_token_ids=self.eos_token_ids)
+        if ending is None:
+            return None
+        reason, stop_reason = ending
+        self.running.remove(seq)
+        self.kv.release(seq)
+        return Completion(
+            request_id=seq.request.id,
+            token_ids=tuple(seq.tokens[seq.num_prompt :]),
+            logprobs=tuple(seq.logprobs),
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            num_prompt_tokens=seq.num_prompt,
+            num_cached_tokens=seq.num_cached or 0,
+            error_code="numerical_error" if broken else None,
+            error_message="the model gave logits that are not numbers" if broken else None,
+        )
+
+    def _too_long(self, num_tokens: int) -> str:
+        if self.max_len == self.max_model_len:
+            return (
+                f"the prompt has {num_tokens} tokens and the context holds {self.max_len} with the answer; "
+                f"shorten it, or raise engine.max_model_len where the model allows"
+            )
+        return (
+            f"the prompt has {num_tokens} tokens and needs {self.kv.blocks_for(num_tokens + 1)} KV blocks of "
+            f"{self.kv.block_size}, the pool has {self.kv.num_blocks}; raise kv_cache.memory"
+        )
+
+
+def _chunk(seq: Sequence, num_tokens: int) -> Chunk:
+    return Chunk(seq, seq.num_computed, num_tokens, samples=num_tokens == seq.num_pending)
+
+
+def _refused(request: Request, code: str, message: str) -> Completion:
+    return Completion(
+        request_id=request.id,
+        finish_reason="error",
+        num_prompt_tokens=len(request.prompt_token_ids),
+        error_code=code,
+        error_message=message,
+    )

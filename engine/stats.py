@@ -1,0 +1,73 @@
+"""What happened, as numbers: tokens, steps, preemptions, blocks, seconds by kind of work.
+
+Everybody who does something adds to it; it decides nothing and knows nobody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class Stats:
+    """Counters of one engine, from its start on.
+
+    ``num_prompt_tokens`` = cached + computed, counted once a request at its first admission; work done again after a
+    preemption counts in ``num_recomputed_tokens`` only. Utilisation is stored tokens / slots over the blocks that live
+    sequences hold, averaged over steps; an idle cache does not count.
+    """
+
+    num_steps: int = 0
+    num_step_tokens: int = 0
+    num_step_seqs: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_recomputed_tokens: int = 0
+    num_blocks: int = 0
+    num_blocks_peak: int = 0
+    kv_bytes: int = 0
+    utilisation_sum: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def time(self, kind: str) -> Iterator[None]:
+        """Add the block's wall seconds to ``seconds[kind]``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time.perf_counter() - start
+
+    def record_step(self, *, num_seqs: int, num_tokens: int, num_held: int, num_stored: int, block_size: int) -> None:
+        self.num_steps += 1
+        self.num_step_seqs += num_seqs
+        self.num_step_tokens += num_tokens
+        self.num_blocks_peak = max(self.num_blocks_peak, num_held)
+        self.utilisation_sum += num_stored / (num_held * block_size)
+
+    def snapshot(self) -> dict[str, object]:
+        """The engine's share of metrics.json, under its public names."""
+        steps = max(self.num_steps, 1)
+        utilisation = self.utilisation_sum / steps
+        return {
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_prompt_tokens": self.num_cached_tokens,
+            "computed_prompt_tokens": self.num_prompt_tokens - self.num_cached_tokens,
+            "generated_tokens": self.num_generated_tokens,
+            "prefix_hit_rate": self.num_cached_tokens / max(self.num_prompt_tokens, 1),
+            "preemptions": self.num_preemptions,
+            "recomputed_tokens": self.num_recomputed_tokens,
+            "steps": self.num_steps,
+            "batch_size_mean": self.num_step_seqs / steps,
+            "kv_bytes": self.kv_bytes,
+            "kv_blocks_total": self.num_blocks,
+            "kv_blocks_peak": self.num_blocks_peak,
+            "kv_utilisation_mean": utilisation,
+            "kv_fragmentation_mean": 1.0 - utilisation if self.num_steps else 0.0,
+            "time_split": dict(self.seconds),
+        }

@@ -1,0 +1,190 @@
+"""The scheduler's own promises: twins are computed once, what never fits is refused, aborts give everything back."""
+
+import pytest
+from hypothesis import settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.types import Draw, Request, SamplingParams
+
+SHARED = [1 + i % 50 for i in range(256)]
+
+
+def twins(num: int, *, max_tokens: int = 4) -> list[Request]:
+    return [
+        Request(id=i, prompt_token_ids=[*SHARED, *([60 + i] * 8)], sampling=SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+        for i in range(num)
+    ]
+
+
+def test_a_shared_prefix_is_computed_once_even_when_all_arrive_together(oracle_engine):
+    engine = oracle_engine(num_blocks=400, block_size=16, budget=512, max_num_seqs=64, vocab_size=1000)
+    done = list(engine.generate(twins(64)))
+    assert engine.stats.num_prompt_tokens - engine.stats.num_cached_tokens == 256 + 64 * 8
+    assert sorted(c.num_cached_tokens for c in done) == [0] + [256] * 63
+
+
+def test_waiting_for_a_twin_ends_when_the_twin_is_aborted(oracle_engine):
+    engine = oracle_engine(num_blocks=400, block_size=16, budget=32, max_num_seqs=4)
+    for request in twins(2):
+        engine.submit(request)
+    engine.step()
+    assert [seq.request.id for seq in engine.scheduler.running] == [0], "the second waits for the first one's blocks"
+    engine.scheduler.abort(0)
+    engine.step()
+    assert [seq.request.id for seq in engine.scheduler.running] == [1]
+
+
+def test_every_prompt_leaves_a_token_to_compute(oracle_engine):
+    """A prompt that is cached to its last token still computes one: lengths around block borders, each twice."""
+    engine = oracle_engine(num_blocks=100, block_size=16, vocab_size=1000)
+    for length in range(1, 50):
+        prompt = list(range(1, length + 1))
+        answers = [next(engine.generate([Request(id=0, prompt_token_ids=prompt)])) for _ in range(2)]
+        assert answers[0].token_ids == answers[1].token_ids
+        assert answers[1].num_cached_tokens == (length - 1) // 16 * 16
+
+
+@pytest.mark.parametrize(("num_tokens", "code"), [(0, "empty_prompt"), (64, "too_long"), (500, "too_long")])
+def test_what_can_never_fit_is_refused_at_once(oracle_engine, num_tokens, code):
+    engine = oracle_engine(num_blocks=4, block_size=16)
+    requests = [Request(id="bad", prompt_token_ids=[1] * num_tokens), *(Request(id=i, prompt_token_ids=[1, 2, 3]) for i in range(3))]
+    done = {c.request_id: c for c in engine.generate(requests)}
+    assert done["bad"].finish_reason == "error" and done["bad"].error_code == code
+    assert done["bad"].num_prompt_tokens == num_tokens
+    assert all(done[i].finish_reason in ("stop", "length") for i in range(3))
+
+
+def test_a_refusal_for_the_pool_names_both_numbers(oracle_engine):
+    engine = oracle_engine(num_blocks=4, block_size=16, max_model_len=4096)
+    refused = engine.submit(Request(id=0, prompt_token_ids=[1] * 100))
+    assert "7 KV blocks" in refused.error_message and "has 4" in refused.error_message
+
+
+def test_max_tokens_over_the_context_is_cut_there(oracle_engine):
+    engine = oracle_engine(num_blocks=8, block_size=16, vocab_size=1000)
+    request = Request(id=0, prompt_token_ids=[1] * 100, sampling=SamplingParams(max_tokens=100_000, ignore_eos=True))
+    (done,) = engine.generate([request])
+    assert (done.finish_reason, done.stop_reason, len(done.token_ids)) == ("length", "context", 28)
+
+
+def test_end_tokens_stop_unless_ignored(oracle_engine):
+    stop = SamplingParams(max_tokens=50, stop_token_ids=[3, 4, 5, 6])
+    engine = oracle_engine(num_blocks=8, block_size=16)
+    (done,) = engine.generate([Request(id=0, prompt_token_ids=[1, 2], sampling=stop)])
+    assert done.finish_reason == "stop" and done.stop_reason == done.token_ids[-1]
+    forced = SamplingParams(max_tokens=50, ignore_eos=True)
+    (done,) = engine.generate([Request(id=0, prompt_token_ids=[1, 2], sampling=forced)])
+    assert done.finish_reason == "length" and done.stop_reason is None and len(done.token_ids) == 50
+
+
+def test_a_row_that_is_not_a_number_fails_alone(oracle_engine):
+    engine = oracle_engine(num_blocks=100, block_size=4, vocab_size=1000)
+    run = engine.runner.run
+
+    def is_broken(seq):
+        return seq.request.id == 1 and seq.num_generated == 2
+
+    def poisoned(plan):
+        draws = run(plan)
+        return [Draw(-1, 0.0) if is_broken(chunk.seq) else draw for chunk, draw in zip(plan.sampling, draws, strict=True)]
+
+    engine.runner.run = poisoned
+    requests = [
+        Request(id=i, prompt_token_ids=[1, 2, 3, 4, 5 + i], sampling=SamplingParams(max_tokens=8, ignore_eos=True)) for i in range(3)
+    ]
+    done = {c.request_id: c for c in engine.generate(requests)}
+    assert (done[1].finish_reason, done[1].error_code) == ("error", "numerical_error")
+    assert [len(done[i].token_ids) for i in range(3)] == [8, 2, 8]
+    assert engine.scheduler.kv.num_held == 0
+
+
+def test_closing_the_iterator_aborts_what_is_in_flight(oracle_engine):
+    engine = oracle_engine(num_blocks=100, block_size=4, vocab_size=1000)
+    completions = engine.generate(twins(20))
+    next(completions)
+    completions.close()
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.kv.num_held == 0
+
+
+def test_the_source_is_pulled_little_by_little(oracle_engine):
+    pulled = 0
+
+    def source():
+        nonlocal pulled
+        for request in twins(1000, max_tokens=1):
+            pulled += 1
+            yield request
+
+    engine = oracle_engine(num_blocks=400, block_size=16, budget=512, max_num_seqs=8, vocab_size=1000)
+    next(completions := engine.generate(source()))
+    assert pulled <= 10 * 8, "the first answer comes long before the input is read"
+    completions.close()
+
+
+def test_a_source_may_say_not_now(oracle_engine):
+    finished = 0
+
+    def one_at_a_time():
+        for i, request in enumerate(twins(5)):
+            while finished < i:
+                yield None
+            yield request
+
+    engine = oracle_engine(num_blocks=400, block_size=16, budget=512, vocab_size=1000)
+    for _ in engine.generate(one_at_a_time()):
+        finished += 1
+        assert len(engine.scheduler.running) == 0
+    assert finished == 5
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Random submits, steps and aborts: the pool's check passes after each, and nothing is held at the end."""
+
+    @initialize(block_size=st.integers(1, 4), num_blocks=st.integers(8, 24), prefix_cache=st.booleans(), budget=st.integers(4, 24))
+    def start(self, block_size, num_blocks, prefix_cache, budget):
+        self.engine = self.make(
+            num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, budget=budget, max_num_seqs=4, max_model_len=24
+        )
+        self.num_submitted = 0
+        self.live: set[int] = set()
+
+    @rule(stem=st.integers(0, 2), tail=st.lists(st.integers(1, 3), min_size=1, max_size=5), max_tokens=st.integers(1, 20))
+    def submit(self, stem, tail, max_tokens):
+        prompt = [1, 2, 3, 1, 2, 3, 1, 2][: 4 * stem] + tail
+        request = Request(id=self.num_submitted, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+        if self.engine.submit(request) is None:
+            self.live.add(self.num_submitted)
+        self.num_submitted += 1
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def step(self):
+        self.live -= {completion.request_id for completion in self.engine.step()}
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def abort(self, data):
+        request_id = data.draw(st.sampled_from(sorted(self.live)))
+        assert self.engine.scheduler.abort(request_id)
+        assert not self.engine.scheduler.abort(request_id), "it is gone"
+        self.live.remove(request_id)
+
+    @invariant()
+    def every_block_is_one_thing(self):
+        if hasattr(self, "engine"):
+            self.engine.scheduler.kv.check(self.engine.scheduler.running)
+            assert self.engine.scheduler.has_work == bool(self.live)
+
+    def teardown(self):
+        if hasattr(self, "engine"):
+            while self.live:
+                self.step()
+            assert self.engine.scheduler.kv.num_held == 0
+
+
+def test_pool_state_machine(oracle_engine):
+    from hypothesis.stateful import run_state_machine_as_test
+
+    machine = type("PoolMachineOnOracle", (PoolMachine,), {"make": staticmethod(oracle_engine)})
+    run_state_machine_as_test(machine, settings=settings(max_examples=120, stateful_step_count=40, deadline=None))
