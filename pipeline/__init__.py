@@ -1,0 +1,27 @@
+"""Rows in, rows out, nothing lost: files of prompts through an engine into Arrow files of answers.
+
+``run`` is the one entry; a ``Job`` says how a row is asked and answered. Knows no configuration framework and no tensor.
+"""
+
+from pipeline.job import Job, TextJob
+from pipeline.ledger import Provenance
+from pipeline.prompt import PromptOptions, Prompts
+from pipeline.reader import InputOptions
+from pipeline.runner import Engine, Summary, run
+from pipeline.types import Record, RowError
+from pipeline.writer import OutputOptions
+
+__all__ = [
+    "Engine",
+    "InputOptions",
+    "Job",
+    "OutputOptions",
+    "PromptOptions",
+    "Prompts",
+    "Provenance",
+    "Record",
+    "RowError",
+    "Summary",
+    "TextJob",
+    "run",
+]

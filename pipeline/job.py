@@ -1,0 +1,87 @@
+"""What a job is to the pipeline: a record becomes a request, a completion becomes columns.
+
+It also holds the one job that most people run, text generation; chat and plain generation differ only in their prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import pyarrow as pa
+
+from engine import Completion, Request
+from pipeline.prompt import Prompts
+from pipeline.types import Record
+
+
+class Job(Protocol):
+    """A new job is one file in ``jobs/`` with one of these.
+
+    Attributes:
+        fields: the columns that the job adds to those that every output has (see ``pipeline.columns``).
+        prompt_columns: the input columns that a prompt can come from; each input file must have one of them.
+    """
+
+    @property
+    def fields(self) -> Sequence[pa.Field]: ...
+
+    @property
+    def prompt_columns(self) -> Sequence[str]: ...
+
+    def check(self, schema: pa.Schema) -> None:
+        """Look at the input's columns before any model is loaded.
+
+        Raises:
+            ValueError: no row could be served; the message names the setting or the column.
+        """
+        ...
+
+    def request(self, record: Record) -> Request:
+        """The engine's request for ``record``, with ``id=record.row_key``.
+
+        Raises:
+            RowError: this row cannot be asked.
+        """
+        ...
+
+    def answer(self, completion: Completion) -> Mapping[str, Any]:
+        """``generation``, ``reasoning`` and the job's own ``fields`` for one completion without error; absent is null.
+
+        Raises:
+            RowError: the answer is no good (``invalid_output``).
+        """
+        ...
+
+
+class TextJob:
+    """Prompts in, text out: serves ``job=chat`` and ``job=generate``, which differ in how ``prompts`` are built."""
+
+    fields: Sequence[pa.Field] = ()
+
+    def __init__(self, prompts: Prompts) -> None:
+        self.prompts = prompts
+
+    @property
+    def prompt_columns(self) -> Sequence[str]:
+        return self.prompts.columns
+
+    def check(self, schema: pa.Schema) -> None:
+        self.prompts.check(schema.names)
+
+    def request(self, record: Record) -> Request:
+        return Request(
+            id=record.row_key,
+            prompt_token_ids=self.prompts.token_ids(record.columns),
+            sampling=self.prompts.sampling(record.columns),
+        )
+
+    def answer(self, completion: Completion) -> Mapping[str, Any]:
+        return {"generation": self.prompts.tokenizer.decode(_without_end(completion), skip_special_tokens=True)}
+
+
+def _without_end(completion: Completion) -> Sequence[int]:
+    """The answer's tokens without the one that ended it, which may be an ordinary token (``stop_token_ids``)."""
+    ids = completion.token_ids
+    ended = completion.finish_reason == "stop" and bool(ids) and ids[-1] == completion.stop_reason
+    return ids[:-1] if ended else ids

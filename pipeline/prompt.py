@@ -1,0 +1,307 @@
+"""Columns to messages to token ids: the one place where a row becomes what the model reads.
+
+Knows no file, no engine and no model; the tokenizer is handed in and owns the chat template.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jinja2
+from jinja2 import meta, nodes
+from jinja2.sandbox import SandboxedEnvironment
+
+from engine import SamplingParams
+from pipeline.types import RowError
+
+Message = dict[str, Any]
+
+
+class Tokenizer(Protocol):
+    """What prompts need of a tokenizer. A chat template that raises shows up as any exception with its message."""
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How rows become prompts.
+
+    ``system`` (or the text of ``system_file``) goes before every conversation that has no system message of its own.
+    ``template`` (or ``template_file``) is Jinja over the row's columns; with one, the prompt columns are plain data.
+    ``messages_column`` is where conversations are read from.
+    """
+
+    system: str | None = None
+    system_file: str | None = None
+    template: str | None = None
+    template_file: str | None = None
+    messages_column: str = "messages"
+
+    def __post_init__(self) -> None:
+        for key in ("system", "template"):
+            if getattr(self, key) is not None and getattr(self, f"{key}_file") is not None:
+                raise ValueError(f"prompt.{key} and prompt.{key}_file: give one of the two")
+
+    def text(self, key: str) -> str | None:
+        """The text of ``system`` or ``template``, from its file where it is given as one.
+
+        Raises:
+            ValueError: the file is missing or is no UTF-8; the message names the key.
+        """
+        path = getattr(self, f"{key}_file")
+        if path is None:
+            inline: str | None = getattr(self, key)
+            return inline
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"prompt.{key}_file: cannot read {path!r}: {error}") from error
+
+
+class Prompts:
+    """Builds prompts and sampling for rows; ``chat`` wraps text in a user message and applies the chat template.
+
+    ``messages`` rows always go through the chat template, ``prompt_token_ids`` never. A row may fill one of the three
+    prompt columns. Empty text is an error row; blanks are text. A conversation ends in an open assistant turn, so one
+    that ends with the assistant's message, or has a system message only, is an error row.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, options: PromptOptions, sampling: SamplingParams, chat: bool) -> None:
+        """Raises ValueError for settings that contradict each other or a template that does not compile."""
+        self.tokenizer = tokenizer
+        self._messages_column = options.messages_column
+        self._sampling = sampling
+        self._chat = chat
+        self._system = options.text("system")
+        text = options.text("template")
+        self._template = None if text is None else RowTemplate(text)
+        if self._system is not None and not chat:
+            raise ValueError("prompt.system: job=generate leaves prompts as raw text and has no place for it; use job=chat or drop it")
+
+    @property
+    def columns(self) -> Sequence[str]:
+        """The input columns that a prompt can come from."""
+        if self._template is not None:
+            return self._template.names
+        return ("prompt", self._messages_column, "prompt_token_ids")
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuse an input with columns ``names`` that cannot give one prompt (ValueError naming setting and columns)."""
+        listed = ", ".join(repr(name) for name in names) or "none"
+        if self._template is not None:
+            missing = sorted(set(self._template.required) - set(names))
+            if missing:
+                raise ValueError(f"prompt.template uses the column {missing[0]!r}, but the input's columns are: {listed}")
+        elif not set(self.columns) & set(names):
+            wanted = ", ".join(self.columns[:-1]) + f" or {self.columns[-1]}"
+            raise ValueError(
+                f"input.path: no column gives a prompt; the columns are: {listed}. "
+                f"Name one {wanted}, or set prompt.template to Jinja over the columns, for example '{{{{ question }}}}'"
+            )
+        asks_template = (self._chat and (self._template is not None or "prompt" in names)) or (
+            self._template is None and self._messages_column in names
+        )
+        if asks_template and not self.tokenizer.has_chat_template:
+            raise ValueError(
+                "model.chat_template: this model's tokenizer has no chat template, which chat prompts and messages rows need; "
+                "set model.chat_template to one (text or a file), or use job=generate with raw prompts"
+            )
+
+    def token_ids(self, columns: Mapping[str, Any]) -> list[int]:
+        """The prompt's ids, by the one way that every command uses.
+
+        Raises:
+            RowError: ``empty_prompt``, ``bad_row`` or ``template_error``.
+        """
+        if self._template is not None:
+            return self._text_ids(self._template.render(columns), columns)
+        given = [name for name in self.columns if columns.get(name) is not None]
+        if not given:
+            raise RowError("empty_prompt", f"{', '.join(self.columns)}: the row fills none of them")
+        if len(given) > 1:
+            raise RowError("bad_row", f"{' and '.join(given)}: a row may fill one of them only")
+        value = columns[given[0]]
+        if given[0] == "prompt":
+            return self._text_ids(_text(value, name="prompt"), columns)
+        if given[0] == "prompt_token_ids":
+            return _checked_ids(value)
+        return self._chat_ids(_conversation(value, name=self._messages_column), columns)
+
+    def sampling(self, columns: Mapping[str, Any]) -> SamplingParams:
+        """The job's sampling with the row's ``sampling_params`` (struct or JSON text) over it.
+
+        Raises:
+            RowError: ``bad_params``; also where the row asks for a ``response_format``, which is not served.
+        """
+        if columns.get("response_format") is not None:
+            raise RowError("bad_params", "response_format: structured output is not served by this version")
+        given = columns.get("sampling_params")
+        if given is None:
+            return self._sampling
+        values = _from_json(given, name="sampling_params", code="bad_params")
+        if not isinstance(values, Mapping):
+            raise RowError("bad_params", f"sampling_params: {given!r} is no struct and no JSON object")
+        try:
+            return SamplingParams.from_mapping({key: value for key, value in values.items() if value is not None}, defaults=self._sampling)
+        except ValueError as error:
+            raise RowError("bad_params", str(error)) from error
+
+    def _text_ids(self, text: str, columns: Mapping[str, Any]) -> list[int]:
+        if text == "":
+            raise RowError("empty_prompt", "the prompt is an empty text")
+        if self._chat:
+            return self._chat_ids([{"role": "user", "content": text}], columns)
+        return _not_empty(self.tokenizer.encode(text, add_special_tokens=True))
+
+    def _chat_ids(self, messages: list[Message], columns: Mapping[str, Any]) -> list[int]:
+        if self._system is not None and not any(message["role"] == "system" for message in messages):
+            messages = [{"role": "system", "content": self._system}, *messages]
+        tools = columns.get("tools")
+        if tools is not None:
+            tools = _from_json(tools, name="tools", code="bad_row")
+            if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+                raise RowError("bad_row", "tools: not a list of tool descriptions")
+        try:
+            ids = self.tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools or None)
+        except Exception as error:  # a model's template may raise anything; its words are for the row's author
+            raise RowError("template_error", f"the chat template refused the row: {error}") from error
+        return _not_empty(ids)
+
+
+class RowTemplate:
+    """A Jinja template over a row's columns, in Jinja's sandbox.
+
+    A column whose name is no identifier is reached as ``row["its name"]``. A null or unknown column that would be
+    printed is an error, so the word None never gets into a prompt; write ``{{ context or "" }}`` to allow it.
+
+    Attributes:
+        names: every column that the template mentions by name.
+        required: those of them that it does not test with ``is defined`` or give a ``default``.
+    """
+
+    def __init__(self, text: str) -> None:
+        environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_printable, autoescape=False)
+        try:
+            tree = environment.parse(text)
+            self._template = environment.from_string(text)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"prompt.template: line {error.lineno}: {error.message}") from error
+        free = meta.find_undeclared_variables(tree) - set(environment.globals)
+        self._whole_row = "row" in free
+        guards = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
+        guards += [node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+        guarded = {node.name for node in guards if isinstance(node, nodes.Name)}
+        self.names = tuple(sorted(free - {"row"}))
+        self.required = tuple(name for name in self.names if name not in guarded)
+
+    def render(self, columns: Mapping[str, Any]) -> str:
+        """Raises RowError ``template_error`` with Jinja's own message."""
+        values = {name: columns[name] for name in self.names if name in columns}
+        if self._whole_row and "row" not in values:
+            values["row"] = columns
+        try:
+            return self._template.render(values)
+        except RowError:
+            raise
+        except Exception as error:  # a template is a user's program and may raise anything
+            raise RowError("template_error", f"prompt.template: {error}") from error
+
+
+def _printable(value: Any) -> Any:
+    if value is None:
+        raise RowError("template_error", 'prompt.template prints a null; write {{ name or "" }} where a column may be null')
+    return _text(value, name="prompt.template") if isinstance(value, bytes) else value
+
+
+def _text(value: Any, *, name: str) -> str:
+    """Text as it is; bytes (a binary Parquet column) are read as UTF-8."""
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RowError("bad_row", f"{name}: the bytes are no UTF-8 text: {error}") from error
+    if not isinstance(value, str):
+        raise RowError("bad_row", f"{name}: {value!r} is no text")
+    return value
+
+
+def _from_json(value: Any, *, name: str, code: Any) -> Any:
+    if not isinstance(value, (str, bytes)):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RowError(code, f"{name}: the text is no JSON: {error}") from error
+
+
+def _not_empty(ids: list[int]) -> list[int]:
+    if not ids:
+        raise RowError("empty_prompt", "the prompt has no tokens")
+    return ids
+
+
+def _checked_ids(value: Any) -> list[int]:
+    whole = isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
+    if not whole:
+        raise RowError("bad_row", "prompt_token_ids: not a list of token ids (whole numbers from 0 up)")
+    return _not_empty(value)
+
+
+def _conversation(value: Any, *, name: str) -> list[Message]:
+    """A checked copy of a row's messages: keys that are null are left out, a list of text parts is joined.
+
+    Null content is allowed only beside ``tool_calls`` and becomes an empty text.
+    """
+    items = _from_json(value, name=name, code="bad_row")
+    if not isinstance(items, list):
+        raise RowError("bad_row", f"{name}: not a list of messages")
+    if not items:
+        raise RowError("empty_prompt", f"{name}: the list is empty")
+    messages = [_message(item, name=f"{name}[{position}]") for position, item in enumerate(items)]
+    if all(message["role"] == "system" for message in messages):
+        raise RowError("bad_row", f"{name}: there is a system message only; add the user's")
+    if messages[-1]["role"] == "assistant":
+        raise RowError("bad_row", f"{name}: the last message is the assistant's own, so there is nothing to answer")
+    return messages
+
+
+def _message(item: Any, *, name: str) -> Message:
+    if not isinstance(item, Mapping):
+        raise RowError("bad_row", f"{name}: {item!r} is no message with role and content")
+    message = {key: value for key, value in item.items() if value is not None}
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise RowError("bad_row", f"{name}.role: missing or no text")
+    content = message.get("content")
+    if content is None and message["role"] == "assistant" and message.get("tool_calls"):
+        content = ""
+    elif isinstance(content, list):
+        content = "".join(_part(part, name=f"{name}.content") for part in content)
+    elif content is None:
+        raise RowError("bad_row", f"{name}.content: missing or null")
+    return message | {"content": _text(content, name=f"{name}.content")}
+
+
+def _part(part: Any, *, name: str) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if not isinstance(part, Mapping) or kind != "text":
+        raise RowError("bad_row", f"{name}: a part of type {kind!r} is not served; only text parts are")
+    return _text(part.get("text"), name=f"{name}.text")
