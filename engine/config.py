@@ -32,12 +32,16 @@ def _require(condition: bool, message: str) -> None:
 class ModelConfig:
     """Which weights and tokenizer to load.
 
-    ``path`` is a folder with safetensors, a hub id, or a .gguf file. ``dtype`` auto is bfloat16 where the hardware
-    multiplies it natively, else float32. ``tokenizer`` and ``chat_template`` (text or a file) replace the model's own.
+    ``path`` is a folder with safetensors, a hub id, a .gguf file, or ``package:NAME/FILE.gguf`` for one inside an installed
+    Python package. ``sha256`` is what a .gguf file must hash to; ``fallback`` is the hub id to use where the package is
+    missing. ``dtype`` auto is bfloat16 where the hardware multiplies it natively, else float32. ``tokenizer`` (folder or
+    hub id) and ``chat_template`` (text or a file) replace the model's own.
     """
 
     path: str
     revision: str | None = None
+    sha256: str | None = None
+    fallback: str | None = None
     dtype: str = "auto"
     tokenizer: str | None = None
     chat_template: str | None = None

@@ -1,0 +1,1 @@
+"""The model families, one file each, named by Hugging Face's model_type: config.json in, DecoderSpec out."""

@@ -1,0 +1,98 @@
+"""Fills a decoder from a folder of safetensors, memory-mapped, with the decoder's fused projections put together.
+
+Knows the checkpoint's file layout and tensor names; where the folder came from is the checkpoint's business.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.layers.decoder import Decoder
+from engine.weights.checkpoint import checkpoint_folder, folder_spec, read_json
+
+# A decoder's projection -> the checkpoint's tensors that it stacks, row over row.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def load_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, batch_invariant: bool = False) -> Decoder:
+    """The decoder at ``model.path`` with its weights in ``dtype`` on ``device``.
+
+    Weights that are in ``dtype`` already and not fused stay memory-mapped on the CPU.
+
+    Raises:
+        ValueError: no such model, no safetensors, missing tensors or wrong shapes; the message names ``model.path``.
+    """
+    folder = checkpoint_folder(config)
+    decoder = Decoder(folder_spec(folder), batch_invariant=batch_invariant)
+    checkpoint = _Safetensors(folder)
+    wanted = {name: _sources(name) for name, _ in decoder.named_parameters()}
+    checkpoint.require([source for sources in wanted.values() for source in sources])
+    for name, sources in wanted.items():
+        tensor = torch.cat([checkpoint.get(source) for source in sources]) if len(sources) > 1 else checkpoint.get(sources[0])
+        _assign(decoder, name, tensor.to(device=device, dtype=dtype), folder=folder)
+    return decoder.to(device).eval()
+
+
+def _sources(name: str) -> tuple[str, ...]:
+    """The checkpoint's names for a decoder's parameter."""
+    path = name if name.startswith("lm_head.") else f"model.{name}"
+    for fused, parts in _FUSED.items():
+        if f".{fused}." in path:
+            return tuple(path.replace(fused, part) for part in parts)
+    return (path,)
+
+
+def _assign(decoder: Decoder, name: str, tensor: Tensor, *, folder: Path) -> None:
+    owner_name, _, leaf = name.rpartition(".")
+    owner = decoder.get_submodule(owner_name)
+    expected = getattr(owner, leaf).shape
+    if tensor.shape != expected:
+        raise ValueError(
+            f"model.path: {' + '.join(_sources(name))} in {folder} has shape {list(tensor.shape)}, "
+            f"but config.json asks for {list(expected)}"
+        )
+    setattr(owner, leaf, nn.Parameter(tensor, requires_grad=False))
+    if decoder.spec.tie_word_embeddings and name == "embed_tokens.weight":
+        decoder.lm_head.weight = decoder.embed_tokens.weight
+
+
+class _Safetensors:
+    """The tensors of a folder by name, one file or several behind an index."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: dict[str, Any] = {}
+        for path in self._paths():
+            if not path.is_file():
+                raise ValueError(f"model.path: {folder} lacks {path.name}, which its index names; fetch the model again")
+            try:
+                file = safe_open(path, framework="pt", device="cpu")
+            except SafetensorError as error:
+                raise ValueError(f"model.path: {path} is damaged ({error}); fetch the model again") from None
+            self.files |= dict.fromkeys(file.keys(), file)
+
+    def _paths(self) -> list[Path]:
+        index, single = self.folder / "model.safetensors.index.json", self.folder / "model.safetensors"
+        if index.is_file():
+            return [self.folder / name for name in sorted(set(read_json(index).get("weight_map", {}).values()))]
+        if single.is_file():
+            return [single]
+        pickles = sorted(path.name for path in [*self.folder.glob("*.bin"), *self.folder.glob("*.pt"), *self.folder.glob("*.pth")])
+        hint = f"{pickles[0]} is a pickle, which may run code when read, so it is not; " if pickles else ""
+        raise ValueError(f"model.path: {self.folder} has no model.safetensors; {hint}save the model with save_pretrained")
+
+    def require(self, names: list[str]) -> None:
+        missing = [name for name in names if name not in self.files]
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise ValueError(f"model.path: the weights in {self.folder} lack {missing[0]}{rest}")
+
+    def get(self, name: str) -> Tensor:
+        tensor: Tensor = self.files[name].get_tensor(name)
+        return tensor
