@@ -1,4 +1,4 @@
-"""One request in flight: its tokens, how many of them the cache holds, and which blocks hold them.
+"""One sample of a request in flight: its tokens, how many of them the cache holds, and which blocks hold them.
 
 The only mutable thing that the scheduler and the KV cache share; it makes no decision of its own.
 """
@@ -23,17 +23,32 @@ class Sequence:
         blocks: block ids in position order; token ``p`` lies in ``blocks[p // block_size]``.
         nodes: radix nodes of the leading blocks that are published; ``nodes[i].block == blocks[i]``.
         max_len: most tokens it may grow to, prompt included.
+        sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
     """
 
-    __slots__ = ("blocks", "logprobs", "max_len", "nodes", "num_cached", "num_computed", "num_prompt", "request", "tokens")
+    __slots__ = (
+        "blocks",
+        "logprobs",
+        "max_len",
+        "nodes",
+        "num_cached",
+        "num_computed",
+        "num_lost",
+        "num_prompt",
+        "request",
+        "sample_index",
+        "tokens",
+    )
 
-    def __init__(self, request: Request, *, max_len: int) -> None:
+    def __init__(self, request: Request, *, max_len: int, sample_index: int = 0) -> None:
         self.request = request
+        self.sample_index = sample_index
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len
         self.num_computed = 0
         self.num_cached: int | None = None  # prompt tokens found in the cache at the first admission
+        self.num_lost = 0  # computed tokens whose blocks it had to give up
         self.blocks: list[int] = []
         self.nodes: list[Node] = []
         self.logprobs: list[float] = []
@@ -45,6 +60,19 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_draws(self) -> int:
+        """Tokens to draw from this sequence's next logits: all samples of a request start from the prompt's."""
+        return self.request.sampling.n if self.num_generated == 0 else 1
+
+    def fork(self, *, sample_index: int) -> Sequence:
+        """A sample with the same tokens so far, which holds no blocks yet."""
+        child = Sequence(self.request, max_len=self.max_len, sample_index=sample_index)
+        child.tokens = self.tokens[:]
+        child.logprobs = list(self.logprobs)
+        child.num_cached = self.num_cached
+        return child
 
     def append(self, token_id: int, logprob: float) -> None:
         self.tokens.append(token_id)

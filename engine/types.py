@@ -20,13 +20,15 @@ FinishReason = Literal["stop", "length", "error"]
 class SamplingParams:
     """How one request draws its tokens; names and meaning follow vLLM's SamplingParams.
 
-    temperature 0 is greedy. ``top_k`` 0 or -1, ``top_p`` 1 and ``min_p`` 0 switch a filter off. ``seed`` None draws from
-    the engine's seed and the request's id, so two requests never share noise by accident.
+    ``n`` samples are drawn for the one prompt. temperature 0 is greedy (with n samples: n equal ones). ``top_k`` 0 or -1,
+    ``top_p`` 1 and ``min_p`` 0 switch a filter off. ``seed`` None draws from the engine's seed and the request's id, so
+    two requests never share noise by accident.
 
     Raises:
         ValueError: a value is out of range; the message names the key.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -43,6 +45,7 @@ class SamplingParams:
         check.real("min_p", low=0.0, high=1.0)
         check.integer("top_k", low=-1)
         check.integer("max_tokens", low=1)
+        check.integer("n", low=1)
         if self.seed is not None:
             check.integer("seed")
         check.flag("ignore_eos")
@@ -109,7 +112,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What became of one request.
+    """What became of one sample of a request; a request that fails gives one with ``sample_index`` 0, whatever n is.
 
     ``token_ids`` includes the token that ended it. ``logprobs`` has one natural-log probability a token, taken from the
     model's plain distribution (before temperature and filters). ``stop_reason`` is the stop token's id, ``"context"``
@@ -117,6 +120,7 @@ class Completion:
     """
 
     request_id: str | int
+    sample_index: int = 0
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
     finish_reason: FinishReason
@@ -142,9 +146,13 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the device does in one step: decodes (one pending token) first, then prefill chunks."""
+    """What the device does in one step: ``copies`` of whole blocks (from, to) before anything is written, then the chunks.
+
+    Decodes (one pending token) come first. A chunk that samples draws ``seq.num_draws`` tokens from its last logits.
+    """
 
     chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

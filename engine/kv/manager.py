@@ -1,11 +1,13 @@
-"""Decides which block holds what: a free list, the radix tree of published blocks, and the blocks private to a sequence.
+"""Decides which block holds what: a free list, the radix tree of published blocks, private blocks and forked ones.
 
-Every block is exactly one of free, cached or private at any time (I1); it knows ids only, never what a block stores.
+Every block is exactly one of free, cached, private or forked at any time (I1); it knows ids only, never what a block stores.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
+from dataclasses import dataclass
 
 from engine.kv.radix import Node, RadixTree
 from engine.sequence import Sequence
@@ -13,11 +15,20 @@ from engine.sequence import Sequence
 Edge = tuple[Node, bytes]
 
 
+@dataclass(slots=True)
+class Fork:
+    """A block that ``num_owners`` sequences hold outside the tree. It is read-only: the first to write takes a copy."""
+
+    num_owners: int
+    num_tokens: int
+
+
 class BlockManager:
     """A pool of ``num_blocks`` blocks of ``block_size`` tokens.
 
     A block is born private to the sequence that fills it, becomes cached when it is full and published, stays cached
     when its last user goes, and is freed by eviction. Without ``prefix_cache`` blocks stay private and go straight back.
+    Samples of one request fork: the blocks that are not cached have several owners until one of them writes.
     """
 
     def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
@@ -26,6 +37,8 @@ class BlockManager:
         self.prefix_cache = prefix_cache
         self.tree = RadixTree()
         self._free = list(range(num_blocks - 1, -1, -1))  # last in, first out: memory follows need, not the pool's size
+        self._forks: dict[int, Fork] = {}
+        self._copies: list[tuple[int, int]] = []
 
     @property
     def num_available(self) -> int:
@@ -70,13 +83,37 @@ class BlockManager:
         return True
 
     def reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Make sure that ``seq`` has blocks for its next ``num_tokens`` tokens; False, and nothing changed, if not."""
+        """Make sure that ``seq`` has blocks of its own to write its next ``num_tokens`` tokens to.
+
+        False, and nothing changed, where they are not there. An open block that is forked is replaced by a copy, which
+        ``take_copies`` hands to the device.
+        """
+        index = seq.num_computed // self.block_size
+        shares_open = index < len(seq.blocks) and seq.blocks[index] in self._forks
         missing = self.blocks_for(seq.num_computed + num_tokens) - len(seq.blocks)
-        if missing > self.num_available:
+        if missing + shares_open > self.num_available:
             return False
-        for _ in range(missing):
-            seq.blocks.append(self._free.pop() if self._free else self.tree.evict())
+        if shares_open:
+            shared, seq.blocks[index] = seq.blocks[index], self._take()
+            self._disown(shared)
+            self._copies.append((shared, seq.blocks[index]))
+        seq.blocks.extend(self._take() for _ in range(missing))
         return True
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
+        """(from, to) blocks to copy before the next step writes anything, since the last call."""
+        copies, self._copies = tuple(self._copies), []
+        return copies
+
+    def fork(self, seq: Sequence, child: Sequence) -> None:
+        """Let ``child`` hold all that ``seq`` holds, without copying anything."""
+        assert not child.blocks, "forked onto a sequence that holds blocks"
+        child.blocks, child.nodes, child.num_computed = list(seq.blocks), list(seq.nodes), seq.num_computed
+        for node in seq.nodes:
+            self.tree.lock(node)
+        for index in range(len(seq.nodes), len(seq.blocks)):
+            num_tokens = min(self.block_size, seq.num_computed - index * self.block_size)
+            self._forks.setdefault(seq.blocks[index], Fork(1, num_tokens)).num_owners += 1
 
     def publish(self, seq: Sequence) -> None:
         """Make ``seq``'s full computed blocks shareable.
@@ -87,6 +124,7 @@ class BlockManager:
         if not self.prefix_cache:
             return
         for index in range(len(seq.nodes), seq.num_computed // self.block_size):
+            assert seq.blocks[index] not in self._forks, "wrote to a block that others hold"
             node = self.tree.add(self._last_node(seq), seq.block_key(index, self.block_size), seq.blocks[index])
             if node.block != seq.blocks[index]:
                 self._free.append(seq.blocks[index])
@@ -96,7 +134,11 @@ class BlockManager:
 
     def release(self, seq: Sequence) -> None:
         """Take everything from ``seq``: its private blocks are free again, its published ones stay cached."""
-        self._free.extend(reversed(seq.blocks[len(seq.nodes) :]))
+        for block in reversed(seq.blocks[len(seq.nodes) :]):
+            if block in self._forks:
+                self._disown(block)
+            else:
+                self._free.append(block)
         for node in reversed(seq.nodes):
             self.tree.unlock(node)
         seq.blocks, seq.nodes, seq.num_computed = [], [], 0
@@ -118,13 +160,16 @@ class BlockManager:
     def num_stored(self, running: Collection[Sequence]) -> int:
         """Tokens stored in the blocks that ``running`` holds, shared ones counted once."""
         shared = (self.tree.num_nodes - self.tree.num_unlocked) * self.block_size
-        return shared + sum(seq.num_computed - len(seq.nodes) * self.block_size for seq in running)
+        own = sum(seq.num_computed - len(seq.nodes) * self.block_size for seq in running)
+        return shared + own - sum((fork.num_owners - 1) * fork.num_tokens for fork in self._forks.values())
 
     def check(self, running: Collection[Sequence]) -> None:
         """Assert I1-I3 over the whole pool, given every live sequence. For tests: it walks everything."""
         cached = [node.block for node in self.tree.nodes()]
-        private = [block for seq in running for block in seq.blocks[len(seq.nodes) :]]
-        assert sorted(self._free + cached + private) == list(range(self.num_blocks)), "I1: a block is lost or held twice"
+        owners = Counter(block for seq in running for block in seq.blocks[len(seq.nodes) :])
+        assert sorted([*self._free, *cached, *owners]) == list(range(self.num_blocks)), "I1: a block is lost or held twice"
+        forked = {block: num_owners for block, num_owners in owners.items() if num_owners > 1}
+        assert forked == {block: fork.num_owners for block, fork in self._forks.items()}, "I1: forked means several owners"
         locks: dict[Node, int] = {}
         for seq in running:
             assert 0 <= seq.num_computed < len(seq.tokens), "I2"
@@ -139,6 +184,15 @@ class BlockManager:
             assert node.parent is self.tree.root or (node.parent is not None and node.parent.locks >= node.locks), "I3"
             num_unlocked += node.locks == 0
         assert len(cached) == self.tree.num_nodes and num_unlocked == self.tree.num_unlocked, "counters differ from the tree"
+
+    def _take(self) -> int:
+        return self._free.pop() if self._free else self.tree.evict()
+
+    def _disown(self, block: int) -> None:
+        fork = self._forks[block]
+        fork.num_owners -= 1
+        if fork.num_owners == 1:
+            del self._forks[block]
 
     def _last_node(self, seq: Sequence) -> Node:
         return seq.nodes[-1] if seq.nodes else self.tree.root

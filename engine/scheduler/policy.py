@@ -41,7 +41,7 @@ class PrefixFirst:
         insort(self._sorted, (seq.tokens.tobytes(), self._arrivals, seq), key=_order)
 
     def resume(self, seq: Sequence) -> None:
-        """Put back a preempted sequence. The youngest is preempted first, so the oldest ends up in front."""
+        """Put back a sequence that ran before. The youngest is preempted first, so the oldest ends up in front."""
         self._resumed.appendleft(seq)
 
     def candidates(self, *, limit: int) -> list[Sequence]:

@@ -6,14 +6,15 @@ tokens"; how a plan becomes tensors is not its business.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence as SequenceOf
 
 from engine.kv.manager import BlockManager, Edge
 from engine.scheduler.policy import PrefixFirst
-from engine.scheduler.stopping import Ending, finish
+from engine.scheduler.stopping import finish
 from engine.sequence import Sequence
 from engine.stats import Stats
-from engine.types import Chunk, Completion, Draw, Request, StepPlan
+from engine.types import Chunk, Completion, Draw, FinishReason, Request, StepPlan
 
 # Waiting sequences that are looked at in one step; the rest are behind them in prefix order and would share their fate.
 _SCAN_FACTOR = 2
@@ -49,19 +50,27 @@ class Scheduler:
         self.stats = stats or Stats()
         self.waiting = PrefixFirst()
         self.running: list[Sequence] = []  # oldest admission first
+        self._samples: dict[str | int, list[Completion]] = {}  # finished samples of each request in flight
 
     @property
     def has_work(self) -> bool:
         return bool(self.running) or len(self.waiting) > 0
 
     def add(self, request: Request) -> Completion | None:
-        """Queue ``request``; what can never be served comes straight back as an error completion."""
+        """Queue ``request``; what can never be served comes straight back as an error completion.
+
+        Raises:
+            ValueError: a request with this id is in flight.
+        """
+        if request.id in self._samples:
+            raise ValueError(f"request id {request.id!r} is in flight already; ids must differ")
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
-            return _refused(request, "empty_prompt", "the prompt has no tokens; give it some text")
+            return _error(request, "empty_prompt", "the prompt has no tokens; give it some text")
         if num_tokens >= self.max_len:
-            return _refused(request, "too_long", self._too_long(num_tokens))
+            return _error(request, "too_long", self._too_long(num_tokens))
         max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
+        self._samples[request.id] = []
         self.waiting.add(Sequence(request, max_len=max_len))
         return None
 
@@ -74,19 +83,27 @@ class Scheduler:
             chunks += self._admit(self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks))
         assert chunks or not self.has_work, "I5: a step without progress"
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-        return StepPlan(tuple(chunks))
+        return StepPlan(tuple(chunks), self.kv.take_copies())
 
     def commit(self, plan: StepPlan, draws: SequenceOf[Draw]) -> list[Completion]:
-        """Apply a step's draws: advance, publish full blocks, stop what is done. Returns what finished."""
-        drawn = dict(zip((chunk.seq for chunk in plan.sampling), draws, strict=True))
-        failed = {seq for seq, draw in drawn.items() if draw.token_id < 0}
+        """Apply a step's draws: advance, publish full blocks, fork samples, stop what is done. Returns what finished.
+
+        A request's completions come together, in sample order, when its last sample is done.
+        """
+        queue = deque(draws)
+        advanced: list[Sequence] = []
+        broken: list[Sequence] = []
         for chunk in plan.chunks:
-            chunk.seq.num_computed += chunk.num_tokens
-            if chunk.seq in drawn and chunk.seq not in failed:
-                chunk.seq.append(*drawn[chunk.seq])
-                self.stats.num_generated_tokens += 1
-            if chunk.seq not in failed:  # what a broken row computed is nothing to share
-                self.kv.publish(chunk.seq)
+            seq = chunk.seq
+            drawn = [queue.popleft() for _ in range(seq.num_draws)] if chunk.samples else []
+            seq.num_computed += chunk.num_tokens
+            if any(draw.token_id < 0 for draw in drawn):
+                broken.append(seq)  # what it computed is nothing to share
+                continue
+            self.kv.publish(seq)
+            if drawn:
+                advanced += self._append(seq, drawn)
+        assert not queue, "more draws than the plan asked for"
         self.stats.record_step(
             num_seqs=len(plan.chunks),
             num_tokens=plan.num_tokens,
@@ -94,20 +111,15 @@ class Scheduler:
             num_stored=self.kv.num_stored(self.running),
             block_size=self.kv.block_size,
         )
-        return [done for seq in drawn if (done := self._finish(seq, broken=seq in failed)) is not None]
+        return [self._fail(seq) for seq in broken] + [done for seq in advanced for done in self._finish(seq)]
 
     def abort(self, request_id: str | int) -> bool:
         """Forget a request wherever it is; all its blocks come back. False where it is unknown or finished."""
-        for seq in self.running:
-            if seq.request.id == request_id:
-                self.running.remove(seq)
-                self.kv.release(seq)
-                return True
-        for seq in self.waiting:
-            if seq.request.id == request_id:
-                self.waiting.remove(seq)
-                return True
-        return False
+        if self._samples.pop(request_id, None) is None:
+            return False
+        for seq in [seq for seq in (*self.running, *self.waiting) if seq.request.id == request_id]:
+            self._drop(seq)
+        return True
 
     def _grant_budget(self) -> dict[Sequence, int]:
         """Tokens for each running sequence: one for everybody, so that all go on; prefills share the rest, oldest first."""
@@ -134,7 +146,7 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         self.stats.num_preemptions += 1
-        self.stats.num_recomputed_tokens += seq.num_computed  # what the cache still has is taken off at readmission
+        seq.num_lost = seq.num_computed
         self.kv.release(seq)
         self.waiting.resume(seq)
 
@@ -172,26 +184,45 @@ class Scheduler:
             self.stats.num_prompt_tokens += seq.num_prompt
             self.stats.num_cached_tokens += seq.num_cached
         else:
-            self.stats.num_recomputed_tokens -= seq.num_computed
+            self.stats.num_recomputed_tokens += seq.num_lost - seq.num_computed
 
-    def _finish(self, seq: Sequence, *, broken: bool) -> Completion | None:
-        ending: Ending | None = ("error", None) if broken else finish(seq, eos_token_ids=self.eos_token_ids)
-        if ending is None:
-            return None
-        reason, stop_reason = ending
-        self.running.remove(seq)
-        self.kv.release(seq)
-        return Completion(
-            request_id=seq.request.id,
-            token_ids=tuple(seq.tokens[seq.num_prompt :]),
-            logprobs=tuple(seq.logprobs),
-            finish_reason=reason,
-            stop_reason=stop_reason,
-            num_prompt_tokens=seq.num_prompt,
-            num_cached_tokens=seq.num_cached or 0,
-            error_code="numerical_error" if broken else None,
-            error_message="the model gave logits that are not numbers" if broken else None,
-        )
+    def _append(self, seq: Sequence, drawn: list[Draw]) -> list[Sequence]:
+        """Give ``seq`` its draw, and each further draw to a sample that forks off. Returns all of them."""
+        samples = [seq, *(seq.fork(sample_index=index) for index in range(1, len(drawn)))]
+        for sample, draw in zip(samples, drawn, strict=True):
+            sample.append(*draw)
+        for child in samples[1:]:
+            if len(self.running) < self.max_num_seqs:
+                self.kv.fork(seq, child)
+                self.running.append(child)
+            else:
+                child.num_lost = seq.num_computed
+                self.waiting.resume(child)
+        self.stats.num_generated_tokens += len(drawn)
+        return samples
+
+    def _finish(self, seq: Sequence) -> list[Completion]:
+        """The completions of ``seq``'s request if its newest token ended it and it was the last sample, else nothing."""
+        ending = finish(seq, eos_token_ids=self.eos_token_ids)
+        if ending is None or seq.request.id not in self._samples:
+            return []
+        self._drop(seq)
+        samples = self._samples[seq.request.id]
+        samples.append(_completion(seq, *ending))
+        if len(samples) < seq.request.sampling.n:
+            return []
+        return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
+
+    def _fail(self, seq: Sequence) -> Completion:
+        self.abort(seq.request.id)
+        return _error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
+
+    def _drop(self, seq: Sequence) -> None:
+        if seq in self.running:
+            self.running.remove(seq)
+            self.kv.release(seq)
+        else:
+            self.waiting.remove(seq)
 
     def _too_long(self, num_tokens: int) -> str:
         if self.max_len == self.max_model_len:
@@ -209,7 +240,20 @@ def _chunk(seq: Sequence, num_tokens: int) -> Chunk:
     return Chunk(seq, seq.num_computed, num_tokens, samples=num_tokens == seq.num_pending)
 
 
-def _refused(request: Request, code: str, message: str) -> Completion:
+def _completion(seq: Sequence, finish_reason: FinishReason, stop_reason: int | str | None) -> Completion:
+    return Completion(
+        request_id=seq.request.id,
+        sample_index=seq.sample_index,
+        token_ids=tuple(seq.tokens[seq.num_prompt :]),
+        logprobs=tuple(seq.logprobs),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        num_prompt_tokens=seq.num_prompt,
+        num_cached_tokens=seq.num_cached or 0,
+    )
+
+
+def _error(request: Request, code: str, message: str) -> Completion:
     return Completion(
         request_id=request.id,
         finish_reason="error",

@@ -7,6 +7,7 @@ import pytest
 from engine.kv.manager import BlockManager
 from engine.loop import Engine
 from engine.scheduler.scheduler import Scheduler
+from engine.sequence import Sequence
 from engine.types import Draw
 
 EOS = 0
@@ -31,6 +32,10 @@ class OracleRunner:
         self.num_computed = 0
 
     def run(self, plan) -> list[Draw]:
+        for source, target in plan.copies:
+            self.slots[target * self.block_size : (target + 1) * self.block_size] = self.slots[
+                source * self.block_size : (source + 1) * self.block_size
+            ]
         hashes = {chunk.seq: prefix_hashes(chunk.seq.tokens) for chunk in plan.chunks}
         for chunk in plan.chunks:  # a layer writes the whole step before it reads
             assert chunk.start == chunk.seq.num_computed and chunk.num_tokens >= 1
@@ -40,10 +45,12 @@ class OracleRunner:
         for chunk in plan.chunks:
             for position in range(chunk.start + chunk.num_tokens):
                 assert self.slots[self._slot(chunk.seq, position)] == hashes[chunk.seq][position], "read a foreign slot"
-        return [self.draw(hashes[chunk.seq][-1]) for chunk in plan.sampling]
+        return [self.draw(seq, hashes[seq][-1], i) for seq, _, _, _ in plan.sampling for i in range(seq.num_draws)]
 
-    def draw(self, prefix_hash: int) -> Draw:
-        return Draw(prefix_hash % self.vocab_size, -float(prefix_hash % 97))
+    def draw(self, seq, prefix_hash: int, index: int) -> Draw:
+        """Like a seeded draw: it depends on the prefix and on which sample of the request it is for."""
+        noise = hash((prefix_hash, seq.sample_index + index))
+        return Draw(noise % self.vocab_size, -float(noise % 97))
 
     def _slot(self, seq, position: int) -> int:
         return seq.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -75,16 +82,19 @@ def oracle_engine() -> type[OracleEngine]:
 
 
 @pytest.fixture(scope="session")
-def answer_alone():
-    """What a request must get whatever else runs: the draws of its own prefix hashes, nothing more."""
+def answers_alone():
+    """What a request must get whatever else runs: for each sample the draws of its own prefix hashes, nothing more."""
 
-    def answer(request, *, vocab_size: int = 7, max_len: int = 10_000) -> tuple[int, ...]:
+    def answers(request, *, vocab_size: int = 7) -> list[tuple[int, ...]]:
         device = OracleRunner(num_blocks=0, block_size=1, vocab_size=vocab_size)
-        tokens = list(request.prompt_token_ids)
-        for _ in range(min(request.sampling.max_tokens, max_len - len(tokens))):
-            tokens.append(device.draw(prefix_hashes(tokens)[-1]).token_id)
-            if tokens[-1] == EOS:
-                break
-        return tuple(tokens[len(request.prompt_token_ids) :])
+        return [_answer(device, Sequence(request, max_len=10_000, sample_index=i)) for i in range(request.sampling.n)]
 
-    return answer
+    return answers
+
+
+def _answer(device: OracleRunner, seq: Sequence) -> tuple[int, ...]:
+    while seq.num_generated < seq.request.sampling.max_tokens:
+        seq.append(*device.draw(seq, prefix_hashes(seq.tokens)[-1], 0))
+        if seq.tokens[-1] == EOS:
+            break
+    return tuple(seq.tokens[seq.num_prompt :])

@@ -1,5 +1,6 @@
 """The main test of the host side: whatever runs beside it, a request's answer is the one it gets alone (I4)."""
 
+import pytest
 from hypothesis import given, settings, strategies as st
 
 from engine.types import Request, SamplingParams
@@ -15,14 +16,14 @@ def workloads(draw):
     stems = draw(st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=14), min_size=1, max_size=3))
     rows = draw(
         st.lists(
-            st.tuples(st.sampled_from(stems), st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 12)),
+            st.tuples(st.sampled_from(stems), st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 3)),
             min_size=1,
             max_size=14,
         )
     )
     requests = [
-        Request(id=i, prompt_token_ids=[*stem, *tail], sampling=SamplingParams(max_tokens=max_tokens))
-        for i, (stem, tail, max_tokens) in enumerate(rows)
+        Request(id=i, prompt_token_ids=[*stem, *tail], sampling=SamplingParams(max_tokens=max_tokens, n=n))
+        for i, (stem, tail, max_tokens, n) in enumerate(rows)
     ]
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return requests, {
@@ -34,38 +35,60 @@ def workloads(draw):
     }
 
 
+def by_request(completions) -> dict[int, list[tuple[int, ...]]]:
+    answers: dict[int, list[tuple[int, ...]]] = {}
+    for completion in completions:
+        samples = answers.setdefault(completion.request_id, [])
+        assert completion.sample_index == len(samples), "samples come in order"
+        samples.append(completion.token_ids)
+    return answers
+
+
 @SETTINGS
 @given(workloads())
-def test_answers_do_not_depend_on_what_else_runs(oracle_engine, answer_alone, workload):
+def test_answers_do_not_depend_on_what_else_runs(oracle_engine, answers_alone, workload):
     requests, shape = workload
     engine = oracle_engine(**shape)
-    done = list(engine.generate(iter(requests)))
-    assert {c.request_id: c.token_ids for c in done} == {r.id: answer_alone(r) for r in requests}
-    assert len(done) == len(requests)
+    assert by_request(engine.generate(iter(requests))) == {r.id: answers_alone(r) for r in requests}
     assert engine.scheduler.kv.num_held == 0, "every block is free or cached when nothing runs"
     stats = engine.stats
     assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
     computed = stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_recomputed_tokens + stats.num_generated_tokens
     # The token that ends an answer is drawn and never computed.
-    assert engine.runner.num_computed == stats.num_step_tokens == computed - len(requests)
+    assert engine.runner.num_computed == stats.num_step_tokens == computed - sum(r.sampling.n for r in requests)
 
 
 @SETTINGS
 @given(workloads(), st.integers(0, 5))
-def test_second_pass_over_a_warm_cache_gives_the_same(oracle_engine, answer_alone, workload, rotate):
+def test_second_pass_over_a_warm_cache_gives_the_same(oracle_engine, answers_alone, workload, rotate):
     requests, shape = workload
     engine = oracle_engine(**shape)
     list(engine.generate(requests))
     again = requests[rotate:] + requests[:rotate]
-    assert {c.request_id: c.token_ids for c in engine.generate(again)} == {r.id: answer_alone(r) for r in requests}
+    assert by_request(engine.generate(again)) == {r.id: answers_alone(r) for r in requests}
 
 
-def test_scarce_pool_preempts_and_loses_nothing(oracle_engine, answer_alone):
-    requests = [Request(id=i, prompt_token_ids=[1 + i % 6] * 8, sampling=SamplingParams(max_tokens=40, ignore_eos=True)) for i in range(8)]
+@pytest.mark.parametrize("n", [1, 4])
+def test_scarce_pool_preempts_and_loses_nothing(oracle_engine, answers_alone, n):
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True, n=n)
+    requests = [Request(id=i, prompt_token_ids=[1 + i % 6] * 9, sampling=sampling) for i in range(8)]
     engine = oracle_engine(num_blocks=14, block_size=4)
-    answers = {c.request_id: c.token_ids for c in engine.generate(requests)}
+    answers = by_request(engine.generate(requests))
     assert engine.stats.num_preemptions > 0
-    assert all(len(answers[r.id]) == 40 for r in requests)
+    assert all(len(sample) == 40 for samples in answers.values() for sample in samples)
     ample = oracle_engine(num_blocks=400, block_size=4)
-    assert {c.request_id: c.token_ids for c in ample.generate(requests)} == answers
+    assert by_request(ample.generate(requests)) == answers
     assert ample.stats.num_preemptions == 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_samples_share_the_prompt_and_copy_only_its_open_block(oracle_engine, prefix_cache):
+    engine = oracle_engine(num_blocks=100, block_size=4, vocab_size=1000, prefix_cache=prefix_cache)
+    engine.submit(Request(id=0, prompt_token_ids=list(range(1, 19)), sampling=SamplingParams(max_tokens=3, ignore_eos=True, n=5)))
+    engine.step()
+    assert engine.scheduler.kv.num_held == 5, "four full blocks and the open one, once for all samples"
+    engine.step()
+    assert engine.scheduler.kv.num_held == 4 + 5, "each writer but the last took a copy of the open block"
+    assert engine.stats.num_step_tokens == 18 + 5
+    assert [c.sample_index for c in engine.step()] == [0, 1, 2, 3, 4]
+    assert engine.scheduler.kv.num_held == 0

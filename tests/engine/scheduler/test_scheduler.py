@@ -94,7 +94,7 @@ def test_a_row_that_is_not_a_number_fails_alone(oracle_engine):
     ]
     done = {c.request_id: c for c in engine.generate(requests)}
     assert (done[1].finish_reason, done[1].error_code) == ("error", "numerical_error")
-    assert [len(done[i].token_ids) for i in range(3)] == [8, 2, 8]
+    assert [len(done[i].token_ids) for i in range(3)] == [8, 0, 8]
     assert engine.scheduler.kv.num_held == 0
 
 
@@ -149,10 +149,12 @@ class PoolMachine(RuleBasedStateMachine):
         self.num_submitted = 0
         self.live: set[int] = set()
 
-    @rule(stem=st.integers(0, 2), tail=st.lists(st.integers(1, 3), min_size=1, max_size=5), max_tokens=st.integers(1, 20))
-    def submit(self, stem, tail, max_tokens):
+    @rule(
+        stem=st.integers(0, 2), tail=st.lists(st.integers(1, 3), min_size=1, max_size=5), max_tokens=st.integers(1, 20), n=st.integers(1, 3)
+    )
+    def submit(self, stem, tail, max_tokens, n):
         prompt = [1, 2, 3, 1, 2, 3, 1, 2][: 4 * stem] + tail
-        request = Request(id=self.num_submitted, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens))
+        request = Request(id=self.num_submitted, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens, n=n))
         if self.engine.submit(request) is None:
             self.live.add(self.num_submitted)
         self.num_submitted += 1
