@@ -93,17 +93,22 @@ def read_spec(config: ModelConfig) -> DecoderSpec:
 
 
 def folder_spec(folder: Path) -> DecoderSpec:
-    """The architecture in a checkpoint folder; generation_config.json's end tokens win over config.json's."""
+    """The architecture in a checkpoint folder."""
     config = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    if generation.is_file():
-        found = read_json(generation)
-        config |= {key: found[key] for key in ("bos_token_id", "eos_token_id") if found.get(key) is not None}
     if "model_type" not in config:
         raise ValueError(f"model.path: {folder / 'config.json'} lacks model_type")
     family = plugins.load("engine.models", config["model_type"], key="model.path")
-    spec: DecoderSpec = family.spec(config)
+    spec: DecoderSpec = family.spec(config | {"eos_token_id": end_token_ids(folder)})
     return spec
+
+
+def end_token_ids(folder: Path) -> tuple[int, ...]:
+    """The ids that end an answer: all of generation_config.json's, else config.json's; often more than one."""
+    for name in ("generation_config.json", "config.json"):
+        found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        if found is not None:
+            return (found,) if isinstance(found, int) else tuple(found)
+    return ()
 
 
 def _from_package(config: ModelConfig, *, weights: bool) -> Path:
