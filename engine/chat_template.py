@@ -25,7 +25,7 @@ class ChatTemplateError(ValueError):
 class _GenerationBlocks(jinja2.ext.Extension):
     """Accepts ``{% generation %}...{% endgeneration %}``, which marks text for training and prints like the rest."""
 
-    tags = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (the base class declares an instance variable)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)

@@ -45,10 +45,10 @@ class Tokenizer:
         self._template = None if chat_template is None else ChatTemplate(chat_template, variables=special_tokens)
         self._added = backend.get_added_tokens_decoder()
         self._control = _ControlWords([token.content for token in self._added.values()])
-        own_ids = {name: backend.token_to_id(text) for name, text in special_tokens.items()}
-        self.bos_token_id: int | None = own_ids.get("bos_token")
-        own_end = [] if own_ids.get("eos_token") is None else [own_ids["eos_token"]]
-        self.eos_token_ids: tuple[int, ...] = tuple(dict.fromkeys([*eos_token_ids, *own_end]))
+        own_ids = {name: id_ for name, text in special_tokens.items() if (id_ := backend.token_to_id(text)) is not None}
+        self.bos_token_id = own_ids.get("bos_token")
+        own_end = [own_ids["eos_token"]] if "eos_token" in own_ids else []
+        self.eos_token_ids = tuple(dict.fromkeys([*eos_token_ids, *own_end]))
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=False), *(id_ + 1 for id_ in self._added)])
 
     @classmethod

@@ -32,17 +32,17 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False)
+        handle, temp_name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
         raise ValueError(f"cannot write the cache folder {path.parent}: {error}; set PAGEMILL_CACHE to one that can be written") from None
     try:
-        with file:
+        with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(file.name, path)
+        os.replace(temp_name, path)
     except BaseException:
-        Path(file.name).unlink(missing_ok=True)
+        Path(temp_name).unlink(missing_ok=True)
         raise
 
 
