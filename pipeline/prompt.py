@@ -207,18 +207,18 @@ class RowTemplate:
             raise ValueError(f"prompt.template: line {error.lineno}: {error.message}") from error
         free = meta.find_undeclared_variables(tree) - set(environment.globals)
         self._whole_row = "row" in free
-        guards = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
-        guards += [node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d")]
+        tested = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
+        guards = [*tested, *(node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d"))]
         guarded = {node.name for node in guards if isinstance(node, nodes.Name)}
         self.names = tuple(sorted(free - {"row"}))
         self.required = tuple(name for name in self.names if name not in guarded)
 
     def render(self, columns: Mapping[str, Any]) -> str:
         """Raises RowError ``template_error`` with Jinja's own message."""
-        values = {name: columns[name] for name in self.names if name in columns}
-        if self._whole_row and "row" not in values:
-            values["row"] = columns
         try:
+            values = {name: columns[name] for name in self.names if name in columns}
+            if self._whole_row:
+                values["row"] = columns
             return self._template.render(values)
         except RowError:
             raise

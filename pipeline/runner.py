@@ -5,19 +5,30 @@ Holds at most a few shards in memory; it does not know how rows are read, asked,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import pyarrow as pa
 
 from engine import Completion, Request
+from pipeline.columns import OutputColumns, answered, failed, row_label
 from pipeline.job import Job
-from pipeline.ledger import Provenance, Resume
-from pipeline.reader import InputOptions
-from pipeline.writer import OutputOptions
+from pipeline.ledger import Ledger, Provenance, Resume
+from pipeline.progress import Progress
+from pipeline.reader import InputOptions, Reader, open_reader
+from pipeline.report import Metrics, write_metrics
+from pipeline.types import Part, Record, RowError
+from pipeline.writer import OutputOptions, PartWriter
+
+# Shards that are open at once: enough to keep the engine full while a slow row holds up the oldest.
+MAX_OPEN_SHARDS = 4
 
 
 class Stats(Protocol):
-    def snapshot(self) -> Mapping[str, Any]: ...
+    def snapshot(self) -> Mapping[str, Any]:
+        """The engine's share of metrics.json, under its public names."""
+        ...
 
 
 class Engine(Protocol):
@@ -35,14 +46,19 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run did; ``num_resumed`` rows of ``num_rows`` were there from an earlier run, ``num_cut`` hit a length limit."""
+    """What a run did. Rows are output rows, those of earlier runs in the same folder included.
+
+    ``num_resumed`` input rows were there already; ``num_cut`` answers hit a length limit; ``num_unfinished`` input rows
+    are left for the next run, none unless ``interrupted``. ``metrics`` is the content of metrics.json.
+    """
 
     output_path: str
     num_rows: int
     num_ok: int
     num_errors: int
-    num_resumed: int
     num_cut: int
+    num_resumed: int
+    num_unfinished: int
     interrupted: bool
     metrics: Mapping[str, Any]
 
@@ -61,10 +77,153 @@ def run(
     """Read every row of ``input``, answer it, and write it to ``output``.
 
     Three phases: input and output are opened and checked; then ``load_engine`` is called, unless every part is there
-    already; then the rows run. The engine is closed at the end. SIGINT (KeyboardInterrupt) during the last phase ends
-    it early: finished parts stay and ``Summary.interrupted`` is true.
+    already; then the rows run. The engine is closed at the end. SIGINT (KeyboardInterrupt) during the last two phases
+    ends the run early: finished parts stay and ``Summary.interrupted`` is true.
 
     Raises:
         ValueError: something is refused; before ``load_engine`` is called unless the engine itself refuses.
     """
-    raise NotImplementedError
+    reader = open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
+    job.check(reader.schema)
+    columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
+    writer = PartWriter(output)
+    ledger = Ledger.open(output.path, suffix=writer.suffix, provenance=provenance, schema=columns.schema, resume=resume)
+    parts = ledger.assign(reader.shards)
+    open_parts = [part for part in parts if part.index not in ledger.finished]
+
+    rows_total = sum(part.shard.num_rows for part in parts)
+    metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
+    mill = _Mill(job=job, reader=reader, columns=columns, writer=writer, ledger=ledger, metrics=metrics, id_column=input.id_column)
+    try:
+        interrupted = False
+        if open_parts:
+            mill.run(open_parts, load_engine=load_engine, progress=Progress(metrics, enabled=progress))
+    except KeyboardInterrupt:
+        interrupted = True
+    return _summary(parts, ledger=ledger, metrics=metrics, engine=mill.engine_numbers, interrupted=interrupted)
+
+
+@dataclass(slots=True)
+class _OpenShard:
+    """A shard whose rows are being answered; ``rows[i]`` are input row ``i``'s output rows, None until they are there."""
+
+    part: Part
+    table: pa.Table
+    rows: list[list[dict[str, Any]] | None]
+    num_missing: int
+
+
+class _Asked(NamedTuple):
+    """A row that the engine has: where its answer belongs, its label, and its prompt where the output shows it."""
+
+    shard: _OpenShard
+    row: int
+    row_id: str
+    prompt_token_ids: Sequence[int] | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Mill:
+    """Rows through the engine: requests out of shards, completions back into their rows, full shards into parts."""
+
+    job: Job
+    reader: Reader
+    columns: OutputColumns
+    writer: PartWriter
+    ledger: Ledger
+    metrics: Metrics
+    id_column: str | None
+    engine_numbers: Mapping[str, Any] = field(default_factory=dict)
+    _asked: dict[str | int, _Asked] = field(default_factory=dict)
+    _num_open: int = 0
+
+    def run(self, parts: Sequence[Part], *, load_engine: Callable[[], Engine], progress: Progress) -> None:
+        engine = load_engine()
+        try:
+            self.metrics.loaded()
+            progress.start()
+            for completion in engine.generate(self._requests(parts, progress)):
+                asked = self._asked.pop(completion.request_id)
+                row = self._row(completion, asked)
+                self.metrics.finished(completion)
+                self._settle(asked.shard, asked.row, row | {"row_id": asked.row_id, "row_key": completion.request_id}, progress)
+        finally:
+            progress.close()
+            self.engine_numbers = engine.stats.snapshot()
+            engine.close()
+
+    def _requests(self, parts: Sequence[Part], progress: Progress) -> Iterator[Request | None]:
+        """What to ask, in input order, at most ``MAX_OPEN_SHARDS`` shards ahead of the oldest unfinished row."""
+        shards = self.reader.read([part.shard for part in parts])
+        for part in parts:
+            while self._num_open >= MAX_OPEN_SHARDS:
+                yield None
+            with self.metrics.time("read"):
+                read = next(shards)
+            num_rows = read.table.num_rows
+            shard = _OpenShard(part, read.table, rows=[None] * num_rows, num_missing=num_rows)
+            self._num_open += 1
+            for record in read.records:
+                request = self._request(record, shard, progress)
+                if request is not None:
+                    yield request
+
+    def _request(self, record: Record, shard: _OpenShard, progress: Progress) -> Request | None:
+        """The row's request, or None where it turned out to be an error row, which is settled at once."""
+        row_id = row_label(record.columns, id_column=self.id_column, row_key=record.row_key)
+        try:
+            if record.error is not None:
+                raise record.error
+            with self.metrics.time("tokenise"):
+                request = self.job.request(record)
+        except RowError as error:
+            self.metrics.finished(None)
+            self._settle(shard, record.index, failed(error) | {"row_id": row_id, "row_key": record.row_key}, progress)
+            return None
+        prompt = request.prompt_token_ids if self.columns.token_ids else None
+        self._asked[request.id] = _Asked(shard, record.index, row_id, prompt)
+        self.metrics.asked()
+        return request
+
+    def _row(self, completion: Completion, asked: _Asked) -> dict[str, Any]:
+        """The values of the completion's output row, an error row where the engine or the job says so."""
+        try:
+            if completion.finish_reason == "error":
+                raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
+            return answered(completion, self.job.answer(completion), prompt_token_ids=asked.prompt_token_ids)
+        except RowError as error:
+            return failed(error, completion=completion)
+
+    def _settle(self, shard: _OpenShard, index: int, row: dict[str, Any], progress: Progress) -> None:
+        """Put a row in its place; the last one of a shard finishes the part."""
+        assert shard.rows[index] is None, "a row is settled once"
+        shard.rows[index] = [row]
+        shard.num_missing -= 1
+        progress.update()
+        if shard.num_missing == 0:
+            rows = [samples for samples in shard.rows if samples is not None]
+            with self.metrics.time("write"):
+                table = self.columns.table(shard.table, rows)
+                self.ledger.commit(
+                    shard.part, write=lambda path: self.writer.write(path, table), rows=[row for samples in rows for row in samples]
+                )
+            self._num_open -= 1
+
+
+def _summary(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, engine: Mapping[str, Any], interrupted: bool) -> Summary:
+    finished = [ledger.finished[part.index] for part in parts if part.index in ledger.finished]
+    num_rows = sum(part.rows for part in finished)
+    num_errors = sum(part.errors for part in finished)
+    numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
+    write_metrics(ledger.folder, numbers)
+    return Summary(
+        output_path=str(ledger.folder),
+        num_rows=num_rows,
+        num_ok=num_rows - num_errors,
+        num_errors=num_errors,
+        num_cut=sum(part.cut for part in finished),
+        num_resumed=metrics.rows_resumed,
+        num_unfinished=sum(part.shard.num_rows for part in parts if part.index not in ledger.finished),
+        interrupted=interrupted,
+        metrics=numbers,
+    )

@@ -32,7 +32,7 @@ class RowError(Exception):
         message: what is wrong and what to do, for the row's author.
     """
 
-    def __init__(self, code: ErrorCode, message: str) -> None:
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
         self.message = message

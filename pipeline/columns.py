@@ -1,0 +1,109 @@
+"""The output's columns: the input's as they are, those of every job, and the job's own.
+
+Knows how one finished or failed row becomes values, and how a shard's rows become one table; writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from engine import Completion
+from pipeline.types import RowError
+
+_SHARED = pa.schema(
+    {
+        "row_id": pa.string(),
+        "sample_index": pa.int16(),
+        "generation": pa.string(),
+        "reasoning": pa.string(),
+        "row_key": pa.string(),
+        "finish_reason": pa.string(),
+        "stop_reason": pa.string(),
+        "status": pa.string(),
+        "error_code": pa.string(),
+        "error_message": pa.string(),
+        "num_prompt_tokens": pa.int32(),
+        "num_cached_tokens": pa.int32(),
+        "num_generated_tokens": pa.int32(),
+        "cumulative_logprob": pa.float32(),
+    }
+)
+_TOKEN_IDS = pa.schema({"prompt_token_ids": pa.list_(pa.int32()), "token_ids": pa.list_(pa.int32())})
+_LOGPROBS = pa.schema({"logprobs": pa.list_(pa.float32())})
+
+
+class OutputColumns:
+    """The schema of every part, and the tables in it.
+
+    Attributes:
+        schema: the input's columns, then the added ones with ``prefix`` before their names.
+        token_ids: the columns ``prompt_token_ids`` and ``token_ids`` are there.
+    """
+
+    def __init__(self, carried: pa.Schema, *, fields: Sequence[pa.Field], prefix: str, token_ids: bool, logprobs: bool) -> None:
+        """Raises ValueError where an added column would have the name of an input column."""
+        self.token_ids = token_ids
+        self._added = [*_SHARED, *(_TOKEN_IDS if token_ids else ()), *(_LOGPROBS if logprobs else ()), *fields]
+        self._prefix = prefix
+        clashes = [field.name for field in self._added if prefix + field.name in carried.names]
+        if clashes:
+            listed = ", ".join(repr(prefix + name) for name in clashes)
+            raise ValueError(
+                f"output.prefix: the input has columns of the same names as the output's: {listed}; "
+                f"set output.prefix, for example output.prefix={'pagemill_' if prefix == '' else prefix + '_'}"
+            )
+        self.schema = pa.schema([*carried, *(field.with_name(prefix + field.name) for field in self._added)])
+
+    def table(self, carried: pa.Table, rows: Sequence[Sequence[Mapping[str, Any]]]) -> pa.Table:
+        """The part's table: ``rows[i]`` are the output rows of input row ``i``, one a sample; absent values are null."""
+        if any(len(samples) != 1 for samples in rows):
+            carried = carried.take([index for index, samples in enumerate(rows) for _ in samples])
+        flat = [{**row, "sample_index": sample} for samples in rows for sample, row in enumerate(samples)]
+        added = [pa.array([row.get(field.name) for row in flat], type=field.type) for field in self._added]
+        return pa.table([*carried.columns, *added], schema=self.schema)
+
+
+def answered(completion: Completion, answer: Mapping[str, Any], *, prompt_token_ids: Sequence[int] | None) -> dict[str, Any]:
+    """The values of a row that has its answer."""
+    return {
+        "status": "ok",
+        "finish_reason": completion.finish_reason,
+        "stop_reason": None if completion.stop_reason is None else str(completion.stop_reason),
+        **_numbers(completion),
+        "cumulative_logprob": completion.cumulative_logprob,
+        "prompt_token_ids": prompt_token_ids,
+        "token_ids": completion.token_ids,
+        "logprobs": completion.logprobs,
+        **answer,
+    }
+
+
+def failed(error: RowError, *, completion: Completion | None = None) -> dict[str, Any]:
+    """The values of an error row; its counts are null where it never got to the engine."""
+    return {
+        "status": "error",
+        "finish_reason": "error",
+        "error_code": error.code,
+        "error_message": error.message,
+        **(_numbers(completion) if completion is not None else {}),
+    }
+
+
+def row_label(columns: Mapping[str, Any], *, id_column: str | None, row_key: str) -> str:
+    """``row_id``: the row's id as text (``id_column``, else ``id``, else ``custom_id``), else its key."""
+    for name in (id_column,) if id_column is not None else ("id", "custom_id"):
+        value = columns.get(name)
+        if value is not None:
+            return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+    return row_key
+
+
+def _numbers(completion: Completion) -> dict[str, int]:
+    return {
+        "num_prompt_tokens": completion.num_prompt_tokens,
+        "num_cached_tokens": completion.num_cached_tokens,
+        "num_generated_tokens": len(completion.token_ids),
+    }

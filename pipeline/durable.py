@@ -1,0 +1,76 @@
+"""Files that survive a crash: whole or not there, and on the disk when the call returns.
+
+Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries (a rename, a new file) durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def rename(source: Path, target: Path) -> None:
+    os.replace(source, target)
+    sync_folder(target.parent)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` under a temporary name, then put it in place."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    sync_file(temporary)
+    rename(temporary, path)
+
+
+def append_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
+    """Append one JSON object a line; a crash leaves at most the last line cut."""
+    with path.open("a", encoding="utf-8") as stream:
+        stream.writelines(json_line(value) for value in values)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file that ``append_lines`` wrote; a cut last line is left out, a missing file is empty.
+
+    Raises:
+        ValueError: another line is damaged; the message names it.
+    """
+    if not path.exists():
+        return []
+    values = []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            values.append(dict(json.loads(line)))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: damaged: {error}; use resume=force to start over") from error
+    return values
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"
+
+
+def file_digest(path: Path) -> str:
+    """The file's sha256 in hex."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

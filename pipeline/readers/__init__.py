@@ -1,0 +1,1 @@
+"""Input formats, one module each; the file name is the value of the config group ``input``."""

@@ -1,0 +1,87 @@
+"""The whole pipeline with a scripted engine: every row comes out once, in order, with its own answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+
+def reversed_words(prompt: str) -> str:
+    return " ".join(reversed(prompt.split(" ")))
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"id": f"r{i}", "prompt": f"row {i} " + "word " * (i * 7 % 40) + "end", "tag": i % 3} for i in range(count)]
+
+
+def test_rows_come_out_in_input_order_with_their_own_answers(run_job, read_parts, write_jsonl) -> None:
+    rows = prompts(100)
+    summary = run_job(write_jsonl(rows))
+    table = read_parts()
+    assert (summary.num_rows, summary.num_ok, summary.num_errors, summary.interrupted) == (100, 100, 0, False)
+    assert table["row_id"].to_pylist() == [row["id"] for row in rows]
+    assert table["row_key"].to_pylist() == [f"in.jsonl:{i}" for i in range(100)]
+    assert table["generation"].to_pylist() == [reversed_words(row["prompt"]) for row in rows]
+    assert table["tag"].to_pylist() == [row["tag"] for row in rows]
+
+
+def test_jsonl_and_parquet_give_equal_output(run_job, read_parts, write_jsonl, tmp_path) -> None:
+    rows = prompts(50)
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "in.parquet", row_group_size=7)
+    run_job(write_jsonl(rows), out="a")
+    run_job(tmp_path / "in.parquet", out="b")
+    assert read_parts("a").drop(["row_key"]).equals(read_parts("b").drop(["row_key"]))
+
+
+@pytest.mark.parametrize("max_waiting", [1, 5, 1000])
+def test_run_ahead_is_bounded_by_the_oldest_open_shard(run_job, read_parts, write_jsonl, scripted_engine, max_waiting) -> None:
+    class Starving(scripted_engine):
+        """Never answers the first row while it has another one."""
+
+        def order(self, waiting):
+            return sorted(waiting, key=lambda request: request.id == "in.jsonl:0")
+
+    engine = Starving(max_waiting=max_waiting)
+    rows = prompts(200)
+    summary = run_job(write_jsonl(rows), engine=engine)
+    assert summary.num_ok == 200
+    assert engine.most_in_flight <= 4 * 8
+    assert read_parts()["generation"].to_pylist() == [reversed_words(row["prompt"]) for row in rows]
+
+
+def test_bad_rows_are_rows(run_job, read_parts, write_jsonl, tmp_path) -> None:
+    rows = [
+        {"id": 1, "prompt": "one two"},
+        "{no json",
+        {"id": 3, "prompt": ""},
+        {"id": 4, "prompt": "x " * 5000},
+        {"id": 5, "prompt": "x", "sampling_params": {"temprature": 1}},
+        {"id": 6},
+        {"id": 7, "prompt": "fine row"},
+    ]
+    summary = run_job(write_jsonl(rows))
+    table = read_parts()
+    codes = [None, "bad_row", "empty_prompt", "too_long", "bad_params", "empty_prompt", None]
+    assert table["error_code"].to_pylist() == codes
+    assert table["status"].to_pylist() == ["ok" if code is None else "error" for code in codes]
+    assert table["finish_reason"].to_pylist()[1:6] == ["error"] * 5
+    assert [text is None for text in table["generation"].to_pylist()] == [code is not None for code in codes]
+    assert (summary.num_ok, summary.num_errors) == (2, 5)
+    messages = table["error_message"].to_pylist()
+    assert "in.jsonl, line 2" in messages[1]
+    assert "temprature" in messages[4]
+    errors = [json.loads(line) for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    assert [(error["row_key"], error["error_code"]) for error in errors] == [
+        (f"in.jsonl:{i}", code) for i, code in enumerate(codes) if code is not None
+    ]
+
+
+def test_shards_of_nothing_but_errors_do_not_stop_the_job(run_job, read_parts, write_jsonl) -> None:
+    rows = [{"id": i, "prompt": "" if 5 <= i < 90 else "fine"} for i in range(100)]
+    summary = run_job(write_jsonl(rows))
+    assert (summary.num_ok, summary.num_errors) == (15, 85)
+    assert read_parts()["id"].to_pylist() == list(range(100))
