@@ -1,0 +1,79 @@
+"""What an attention backend is asked for: what it must serve, what a step looks like, and the protocol it fulfils.
+
+Knows no backend by name; each is a file of engine/attention/backends with a class ``Backend`` and a function ``refuse``.
+Shape suffixes: T tokens of the step, S sequences in it, N blocks a sequence at most, H query heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from engine.kv.format import KVLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """What a backend must serve, fixed for the life of an engine.
+
+    Query head h reads key/value head ``h // (num_heads // num_kv_heads)``. The softmax runs over ``scale * q @ k``.
+    ``dtype`` is that of q and of the result, ``kv_format`` the file name of the cache's format.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    block_size: int
+    kv_format: str
+    batch_invariant: bool
+
+    @property
+    def queries_per_kv(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AttentionInputs:
+    """One step as the host sees it: whose tokens are where.
+
+    Sequence s has the query rows ``query_starts[s] : query_starts[s + 1]`` of the step, which are the last ones of its
+    ``kv_lengths[s]`` positions; every position's keys and values are in the store when ``attend`` is called.
+
+    Attributes:
+        query_starts: int64 [S + 1], from 0 to T, rising.
+        kv_lengths: int64 [S].
+        block_tables: int64 [S, N]; position p of sequence s lies in block ``block_tables[s, p // block_size]``. Entries
+            past a sequence's last block are 0 and mean nothing.
+    """
+
+    query_starts: npt.NDArray[np.int64]
+    kv_lengths: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int64]
+    block_size: int
+
+    def slots(self, seqs: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The slot of each (sequence, position); the two arrays broadcast."""
+        return self.block_tables[seqs, positions // self.block_size] * self.block_size + positions % self.block_size
+
+
+PlanT = TypeVar("PlanT")
+
+
+class AttentionBackend(Protocol[PlanT]):
+    """Attention over the paged store for any mix of decodes and prefill chunks, causal inside each sequence."""
+
+    def plan(self, inputs: AttentionInputs) -> PlanT:
+        """The work that is the same for all layers: indices, masks, groups."""
+        ...
+
+    def attend(self, q_THD: Tensor, kv: KVLayer, plan: PlanT) -> Tensor:
+        """[T, H, D] -> [T, H, D] in q's dtype: each query looks at its own sequence up to and including itself."""
+        ...

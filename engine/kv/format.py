@@ -1,0 +1,57 @@
+"""What a KV cache format must offer: the size of a block, and a layer's pool that is written and read by slot.
+
+Knows no attention and no sequences; the formats themselves are the files of engine/kv/formats.
+Shape suffixes: T tokens written, G rows read, L slots a row, K key/value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+from engine import plugins
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+# kv_cache.format=auto keeps keys and values as the model computes them.
+_FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+class KVLayer(Protocol):
+    """The keys and values of one layer, for every slot of the pool; slot = block id x block size + offset."""
+
+    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+        """Store a step's keys and values; the slots are distinct int64 ids."""
+        ...
+
+    def gather(self, slots_GL: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of int64 slots [G, L], each [G, K, L, D], contiguous. Slots never written give anything."""
+        ...
+
+
+class KVFormat(Protocol):
+    """How numbers lie in the pool."""
+
+    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one block's keys and values in one layer."""
+        ...
+
+    def allocate(self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> KVLayer:
+        """One layer's pool, its slots not yet written."""
+        ...
+
+
+def format_name(name: str, *, model_dtype: str) -> str:
+    """The format that ``kv_cache.format`` stands for: itself, or with "auto" the one of the model's dtype ("float32")."""
+    return _FORMAT_OF_DTYPE[model_dtype] if name == "auto" else name
+
+
+def load_format(name: str) -> KVFormat:
+    """The format in ``engine/kv/formats/<name>.py``.
+
+    Raises:
+        ValueError: there is none of that name; the message names kv_cache.format and lists the choices.
+    """
+    kv_format: KVFormat = plugins.load("engine.kv.formats", name, key="kv_cache.format").FORMAT
+    return kv_format

@@ -1,0 +1,58 @@
+"""A format that keeps keys and values as numbers of one dtype; the named files beside this one choose the dtype.
+
+Knows no scale and no rounding but the dtype's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+class PlainLayer:
+    """Pools [num_blocks, K, block_size, D] for keys and for values: a head's share of a block lies in one piece."""
+
+    def __init__(
+        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+        # Not zeroed: a page of memory is taken when its block is first written, so memory follows need.
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self._heads_K = torch.arange(num_kv_heads, device=device)
+
+    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+        rows = self._rows(slots_T[:, None], heads=self._heads_K)
+        self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows, k_TKD.to(self.keys.dtype).flatten(0, 1))
+        self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows, v_TKD.to(self.values.dtype).flatten(0, 1))
+
+    def gather(self, slots_GL: Tensor) -> tuple[Tensor, Tensor]:
+        num_kv_heads, head_dim = self.keys.shape[1], self.keys.shape[3]
+        shape = (slots_GL.shape[0], num_kv_heads, slots_GL.shape[1], head_dim)
+        rows = self._rows(slots_GL[:, None, :], heads=self._heads_K[:, None])
+        k = self.keys.view(-1, head_dim).index_select(0, rows).view(shape)
+        v = self.values.view(-1, head_dim).index_select(0, rows).view(shape)
+        return k, v
+
+    def _rows(self, slots: Tensor, *, heads: Tensor) -> Tensor:
+        """Flat index of each (slot, head) among the pool's num_blocks x K x block_size rows of D numbers."""
+        num_kv_heads, block_size = self.keys.shape[1], self.keys.shape[2]
+        blocks, offsets = slots // block_size, slots % block_size
+        return ((blocks * num_kv_heads + heads) * block_size + offsets).flatten()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainFormat:
+    """Two numbers of ``dtype`` (a key's and a value's) for each head, token and dimension."""
+
+    dtype: torch.dtype
+
+    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+
+    def allocate(self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> PlainLayer:
+        return PlainLayer(
+            num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self.dtype, device=device
+        )

@@ -1,0 +1,40 @@
+"""The pool of keys and values on the device, one layer beside the other.
+
+Knows slots, not whose they are: who owns a block is engine.kv.manager's business, who reads it is the attention's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.kv.format import KVFormat, KVLayer
+
+
+class KVStore:
+    """``num_blocks`` blocks of ``block_size`` slots in each of ``num_layers`` layers, held in ``kv_format``."""
+
+    def __init__(
+        self,
+        kv_format: KVFormat,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._layers = [
+            kv_format.allocate(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=device)
+            for _ in range(num_layers)
+        ]
+
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+        """Store a step's keys and values, [T, K, D] each, in int64 slots [T]."""
+        self._layers[layer].write(k_TKD, v_TKD, slots_T)
+
+    def layer(self, index: int) -> KVLayer:
+        return self._layers[index]

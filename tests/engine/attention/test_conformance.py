@@ -1,0 +1,50 @@
+"""Every backend against full causal attention in float64, over head ratios, head sizes, block sizes and kinds of step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engine import plugins
+
+BACKENDS = plugins.names("engine.attention.backends")
+
+
+def mixes(world) -> dict[str, list]:
+    """Kinds of step by name; block borders, tile borders and the first position are all among them."""
+    lengths = [1, 2, 15, 16, 17, 31, 33, 63, 64, 65, 100, 127, 129]
+    decodes = [(world.conversation(n), n - 1, n) for n in lengths]
+    long = world.conversation(200)
+    trunk = world.conversation(96)
+    branches = [world.conversation(96 + n, like=trunk, num_shared=96) for n in (1, 5, 40, 41)]
+    return {
+        "one decode": [decodes[6]],
+        "decodes": decodes,
+        "whole prompt": [(long, 0, 200)],
+        "chunk over cached context": [(long, 70, 133)],
+        "chunks of several": [(decodes[-1][0], 0, 129), (decodes[-2][0], 64, 127), (long, 1, 3)],
+        "decodes and chunks": [*decodes, (long, 130, 200), (trunk, 0, 50)],
+        "decodes over a shared prefix": [(c, len(c.q_PHD) - 1, len(c.q_PHD)) for c in branches * 2] + decodes,
+        "chunks over a shared prefix": [(c, 96, len(c.q_PHD)) for c in branches],
+    }
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (6, 2), (7, 1), (3, 3)])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_equals_full_attention(paged_world, name, num_heads, num_kv_heads, head_dim, block_size):
+    world = paged_world(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size, num_blocks=2400 // block_size
+    )
+    for kind, chunks in mixes(world).items():
+        for result, chunk in zip(world.attend(name, chunks), chunks, strict=True):
+            torch.testing.assert_close(result.double(), world.expected(*chunk), rtol=0, atol=2e-6, msg=lambda text, kind=kind: f"{kind}: {text}")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_result_has_the_queries_dtype(paged_world, name):
+    world = paged_world()
+    conversation = world.conversation(20)
+    conversation.q_PHD = conversation.q_PHD.bfloat16()
+    assert world.attend(name, [(conversation, 3, 20)])[0].dtype == torch.bfloat16
