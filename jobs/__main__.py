@@ -1,0 +1,52 @@
+"""The `pagemill` command line: picks the verb and hands it the overrides.
+
+Imports only what the verb needs, so that --help answers at once; knows nothing of configuration keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+
+VERBS = {
+    "run": "answer the rows of input.path into Arrow files in output.path (the verb when none is given)",
+    "bench": "measure throughput and memory on this machine: one JSON line and a table",
+}
+_HOME = {"run": "jobs._app", "bench": "jobs.bench"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command line; returns the exit code of the contract (0, 2, 3, 75 or 1)."""
+    options = _parser().parse_intermixed_args(argv)
+    words = options.words
+    named = bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))
+    if named and words[0] not in VERBS:
+        print(f"pagemill: there is no command {words[0]!r}; the commands are {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    if options.help or not (words or options.cfg):
+        from jobs import _help
+
+        print(_help.keys() if named else _help.overview(VERBS))
+        return 0
+    if options.multirun:
+        print("pagemill: -m: sweeps are not there yet; start one run for each value, each with its own output.path", file=sys.stderr)
+        return 2
+    verb = words[0] if named else "run"
+    code: int = importlib.import_module(_HOME[verb]).main(words[1:] if named else words, show=options.cfg is not None)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="pagemill", add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("--version", action="version", version=importlib.metadata.version("pagemill"))
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""`pagemill run`: the one place where configuration, pipeline and engine meet.
+
+Decides what a run is made of, what the user is told, and the exit code; it computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from types import FrameType
+from typing import NoReturn, cast
+
+from omegaconf import OmegaConf
+
+from engine import Engine, SamplingParams, Tokenizer, plugins
+from jobs._compose import read_config
+from jobs._provenance import provenance
+from jobs._schema import RunConfig, absolute, schema_of, typed
+from pipeline import Job, PromptOptions, Summary, run
+from pipeline.ledger import Resume
+
+OK, FAULT, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 3, 75
+
+
+def main(overrides: list[str], *, show: bool) -> int:
+    """Run one job and return its exit code; with ``show`` print its configuration instead."""
+    return guarded(lambda: _show(overrides) if show else _run(read_run(overrides)))
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Call ``command`` with log lines that read plainly and SIGTERM taken as Ctrl-C.
+
+    A ValueError or OSError that gets here is a refusal: one line and exit code 2. Anything else is a fault of ours.
+    """
+    logging.basicConfig(format="pagemill: %(message)s", level=logging.WARNING)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return command()
+    except (ValueError, OSError) as error:
+        _say(str(error))
+        return REFUSED
+    except KeyboardInterrupt:
+        _say("stopped before the first row")
+        return INTERRUPTED
+    except Exception:
+        traceback.print_exc()
+        _say("this is a fault of Pagemill; finished parts stay, and the same command goes on from there")
+        return FAULT
+
+
+def read_run(overrides: list[str]) -> RunConfig:
+    """The configuration of one run, with absolute paths.
+
+    Raises:
+        ValueError: it is refused; the message names the key.
+    """
+    if any(word.startswith("model.path=") for word in overrides):  # the option's hash and fallback are another model's
+        overrides = ["model.sha256=null", "model.fallback=null", *overrides]
+    config = typed(RunConfig, read_config("config", overrides, schema=schema_of(RunConfig)))
+    return replace(
+        config,
+        input=replace(config.input, path=absolute(config.input.path)),
+        output=replace(config.output, path=absolute(config.output.path)),
+    )
+
+
+def make_job(name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams) -> Job:
+    """The job that ``jobs/<name>.py`` makes.
+
+    Raises:
+        ValueError: there is no such job, or it refuses the settings.
+    """
+    module = plugins.load("jobs", name, key="job.name")
+    if not hasattr(module, "make"):
+        raise ValueError(f"job.name: {name!r} is a command and no job; start it as: pagemill {name}")
+    return cast(Job, module.make(tokenizer, prompt=prompt, sampling=sampling))
+
+
+def _run(config: RunConfig) -> int:
+    tokenizer = Tokenizer.load(config.model)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    engine: Engine | None = None
+
+    def load_engine() -> Engine:
+        nonlocal engine
+        _say(f"{config.name}: an answer has at most {config.sampling.max_tokens} tokens (sampling.max_tokens)")
+        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        return engine
+
+    try:
+        summary = run(
+            job,
+            input=config.input,
+            output=config.output,
+            provenance=provenance(config, tokenizer),
+            load_engine=load_engine,
+            limit=config.limit,
+            resume=cast(Resume, config.resume),
+            progress=config.progress,
+        )
+    except (ValueError, OSError) as error:
+        if engine is None:
+            raise
+        raise RuntimeError(f"the run broke off: {error}") from error
+    _tell(summary)
+    if summary.interrupted:
+        return INTERRUPTED
+    return ROWS_FAILED if summary.num_errors else OK
+
+
+def _tell(summary: Summary) -> None:
+    """Print what came out and where it is."""
+    numbers = summary.metrics
+    cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
+    before = f" ({summary.num_resumed:,} of them from an earlier run)" if summary.num_resumed else ""
+    print(f"{summary.num_rows:,} rows{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    if numbers.get("prompt_tokens"):
+        print(
+            f"{numbers['prompt_tokens']:,} prompt tokens ({numbers['prefix_hit_rate']:.0%} of them from the prefix cache), "
+            f"{numbers['generated_tokens']:,} generated in {numbers['wall_s'] - numbers['load_s']:.1f} s "
+            f"after {numbers['load_s']:.1f} s of loading"
+        )
+    if summary.num_errors:
+        print(f"errors:  {summary.output_path}/errors.jsonl")
+    print(f"answers: {summary.output_path}/part-*.arrow")
+    if summary.interrupted:
+        _say("stopped early; run the same command again to go on")
+
+
+def _show(overrides: list[str]) -> int:
+    print(OmegaConf.to_yaml(OmegaConf.structured(read_run(overrides))))
+    return OK
+
+
+def _say(line: str) -> None:
+    print(f"pagemill: {line}", file=sys.stderr)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

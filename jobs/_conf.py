@@ -1,0 +1,37 @@
+"""Where the installed configuration lies and what is in it: groups are folders, options are files.
+
+Reads names and text only: no Hydra, no keys, no values.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import yaml
+
+
+def package_file(package: str, path: str) -> Path:
+    """Where the file ``path`` of an installed package lies; the package is not imported.
+
+    Raises:
+        ValueError: there is no such package.
+    """
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise ValueError(f"package:{package}/{path}: there is no installed package {package!r}")
+    return Path(spec.submodule_search_locations[0]).absolute() / path
+
+
+def groups() -> dict[str, str | None]:
+    """Group -> the option that config.yaml takes by default, in its order; None where it takes none."""
+    entries = yaml.safe_load(text("config.yaml"))["defaults"]
+    return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in package_file("conf", group).glob("*.yaml"))
+
+
+def text(path: str) -> str:
+    return package_file("conf", path).read_text(encoding="utf-8")

@@ -1,0 +1,141 @@
+"""Overrides become typed values or one sentence that names the key."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from hypothesis import given, strategies as st
+from omegaconf import OmegaConf
+
+from jobs._app import read_run
+from jobs._compose import _stem
+from jobs._schema import absolute, schema_of, typed
+
+REFUSED = [
+    ("engine.max_num_seq=3", "engine.max_num_seq: unknown key, did you mean max_num_seqs?"),
+    ("+engine.speed=9", "engine.speed: unknown key"),
+    ("++sampling.temprature=1", "sampling.temprature: unknown key, did you mean temperature?"),
+    ("modle=smollm2_135m", "modle: unknown key, did you mean model?"),
+    ("+modle=x", "modle: unknown key, did you mean model?"),
+    ("model=gpt9", "model: there is no 'gpt9'; choose one of llama3_1_8b, qwen3_0_6b, smollm2_135m"),
+    ("preset=nothing", "preset: there is no 'nothing'; choose one of demo, smoke"),
+    ("engine.max_num_seqs=many", "engine.max_num_seqs: value 'many' of type 'str' could not be converted to Integer"),
+    ("engine.threads=true", "engine.threads: value 'True' of type 'bool'"),
+    ("limit=2.5", "limit: value '2.5' of type 'float'"),
+    ("limit=0", "limit: 0 must be 1 or more"),
+    ("progress=maybe", "progress: value 'maybe' is not a valid bool"),
+    ("resume=sometimes", "resume: 'sometimes' is not one of auto, never, force"),
+    ("kv_cache.memory=[1]", "kv_cache.memory: value '[1]'"),
+    ("kv_cache.block_size=0", "kv_cache.block_size: 0 is not in 1..1024"),
+    ("sampling.stop_token_ids=[a]", "sampling.stop_token_ids[0]: value 'a'"),
+    ("sampling.temperature=-1", "sampling.temperature: -1.0 is not a number in [0, inf]"),
+    ("model.dtype=float8", "model.dtype: 'float8' is not one of auto, float32"),
+    ("output.compression=rar", "output.compression: 'rar' is not one of zstd"),
+    ("input.path=package:no_such_package/x", "package:no_such_package/x: there is no installed package"),
+    ("~model", "model.path: there is no value; write model.path=..."),
+    ("hydra.run.dir=/tmp/x", "hydra.run.dir=/tmp/x: Hydra's own settings are not taken"),
+    ("job", "job: Hydra cannot read this"),
+]
+UNQUOTED = ["prompt.system=你好", "prompt.system=(hi", "prompt.system=Say hi, then stop: now"]
+QUOTED = [
+    ('prompt.system="You are kind, brief (and honest)."', "You are kind, brief (and honest)."),
+    ("prompt.system='a=b: {x}'", "a=b: {x}"),
+    ('prompt.system="50% off | user@example.com #1"', "50% off | user@example.com #1"),
+    ('prompt.system="你好，世界"', "你好，世界"),
+    ('prompt.system="it\'s"', "it's"),
+    ('prompt.system="one\\ntwo"', "one\\ntwo"),  # the rule: a backslash stays one; lines of text belong into a file
+    ("prompt.system='\\${name}'", "${name}"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), REFUSED)
+def test_refusal_names_the_key(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}") as refused:
+        read_run(["input.path=rows.jsonl", override])
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("override", UNQUOTED)
+def test_grammar_errors_show_the_quoted_form(override: str) -> None:
+    with pytest.raises(ValueError, match=r"'prompt\.system=\"Be brief, please\.\"'.*prompt\.system_file=FILE") as refused:
+        read_run(["input.path=rows.jsonl", override])
+    assert override in str(refused.value)
+
+
+@pytest.mark.parametrize(("override", "text"), QUOTED)
+def test_quoted_text_arrives_as_it_is(override: str, text: str) -> None:
+    assert read_run(["input.path=rows.jsonl", override]).prompt.system == text
+
+
+@pytest.mark.parametrize("text", ["${seed}", "${oc.env:HOME}", "Explain ${HOME:-x}", "half ${ open"])
+@pytest.mark.parametrize("key", ["system", "template"])
+def test_prompt_is_never_replaced_by_another_value(key: str, text: str) -> None:
+    with pytest.raises(ValueError, match=rf"^prompt\.{key}: .*file"):
+        read_run(["input.path=rows.jsonl", f"prompt.{key}='{text}'"])
+
+
+def test_missing_input_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^input\.path: there is no value; write input\.path="):
+        read_run([])
+
+
+def test_paths_are_relative_to_the_start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = read_run(["input.path=data/in.jsonl"])
+    assert run.input.path == str(tmp_path / "data/in.jsonl")
+    assert run.output.path == str(tmp_path / "outputs/in")
+    assert absolute("s3://bucket/in.jsonl") == "s3://bucket/in.jsonl"
+    assert absolute("/data/in.jsonl") == "/data/in.jsonl"
+
+
+@given(st.text(min_size=1))
+def test_default_name_is_one_safe_folder(text: str) -> None:
+    name = _stem(text)
+    assert 0 < len(name.encode()) <= 255
+    assert not set(name) & set("/\\,[]{}=\0 ") and name not in (".", "..")
+
+
+def test_another_model_path_drops_the_hash_of_the_option() -> None:
+    run = read_run(["input.path=rows.jsonl", "model.path=/models/mine.gguf"])
+    assert (run.model.sha256, run.model.fallback) == (None, None)
+    own = read_run(["input.path=rows.jsonl", "model.path=/models/mine.gguf", "model.sha256=00ff"])
+    assert own.model.sha256 == "00ff"
+
+
+def test_seed_keys_the_engine() -> None:
+    assert read_run(["input.path=rows.jsonl", "seed=7"]).engine.seed == 7
+
+
+def test_options_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling" / "mine.yaml").write_text("defaults: [default]\ntemperature: 0.3\n")
+    run = read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=mine"])
+    assert (run.sampling.temperature, run.sampling.max_tokens) == (0.3, 512)
+    (tmp_path / "sampling" / "broken.yaml").write_text("temprature: 0.3\n")
+    with pytest.raises(ValueError, match=r"sampling\.temprature: unknown key"):
+        read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=broken"])
+    (tmp_path / "sampling" / "torn.yaml").write_text("temperature: [0.3\n")
+    with pytest.raises(ValueError, match=r"torn\.yaml.*line 2"):
+        read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=torn"])
+
+
+def test_typed_is_the_inverse_of_schema_of() -> None:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Inner:
+        ids: tuple[int, ...] = ()
+        names: tuple[str, ...] | None = None
+        size: str | int | None = None
+
+    globals()["Inner"] = Inner  # annotations are text here and are looked up in the module
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Outer:
+        inner: Inner
+        flag: bool = False
+
+    config = OmegaConf.structured(schema_of(Outer))
+    config.inner.ids, config.inner.names, config.inner.size = [1, 2], ["a"], "4GiB"
+    assert typed(Outer, config) == Outer(inner=Inner(ids=(1, 2), names=("a",), size="4GiB"))
