@@ -1,0 +1,1 @@
+"""How queries meet the paged keys and values; it knows neither models nor requests."""

@@ -1,0 +1,1 @@
+"""The KV cache: which blocks there are and who holds them (host side), and what lies in them (device side)."""

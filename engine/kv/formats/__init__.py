@@ -1,0 +1,1 @@
+"""How keys and values are stored, one module each; the file name is the value of ``kv_cache.format``."""

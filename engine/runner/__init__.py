@@ -1,0 +1,1 @@
+"""One plan on the device: its tensors, the forward pass, the draws."""

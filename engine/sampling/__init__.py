@@ -1,0 +1,1 @@
+"""From logits to tokens: pure transforms in a fixed order, and draws that depend on their request alone."""
