@@ -10,7 +10,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,13 +45,16 @@ class Metrics:
         """A request was handed to the engine."""
         self.last_request_s = process_seconds()
 
-    def finished(self, completion: Completion | None) -> None:
-        """A row is done; ``completion`` is None where it never got to the engine."""
+    def finished(self, completions: Sequence[Completion]) -> None:
+        """A row is done, with one completion a sample; none where it never got to the engine.
+
+        The prompt counts once, as the engine computed or found it for the first sample, and not where it was refused.
+        """
         self.rows_done += 1
-        if completion is not None:
-            self.prompt_tokens += completion.num_prompt_tokens
-            self.cached_tokens += completion.num_cached_tokens
-            self.generated_tokens += len(completion.token_ids)
+        if completions and completions[0].finish_reason != "error":
+            self.prompt_tokens += completions[0].num_prompt_tokens
+            self.cached_tokens += completions[0].num_cached_tokens
+        self.generated_tokens += sum(len(completion.token_ids) for completion in completions)
         if self.first_row_s is None:
             self.first_row_s = process_seconds()
 

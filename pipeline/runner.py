@@ -32,7 +32,7 @@ class Stats(Protocol):
 
 
 class Engine(Protocol):
-    """What the runner needs of an engine: completions come back in any order, one a request."""
+    """What the runner needs of an engine: completions come back in any order, ``sampling.n`` a request or one error."""
 
     @property
     def stats(self) -> Stats: ...
@@ -114,12 +114,14 @@ class _OpenShard:
 
 
 class _Asked(NamedTuple):
-    """A row that the engine has: where its answer belongs, its label, and its prompt where the output shows it."""
+    """A row that the engine has: where its answers belong, its label, its prompt where the output shows it, its answers."""
 
     shard: _OpenShard
     row: int
     row_id: str
+    num_samples: int
     prompt_token_ids: Sequence[int] | None
+    completions: list[Completion]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -143,10 +145,11 @@ class _Mill:
             self.metrics.loaded()
             progress.start()
             for completion in engine.generate(self._requests(parts, progress)):
-                asked = self._asked.pop(completion.request_id)
-                row = self._row(completion, asked)
-                self.metrics.finished(completion)
-                self._settle(asked.shard, asked.row, row | {"row_id": asked.row_id, "row_key": completion.request_id}, progress)
+                asked = self._asked[completion.request_id]
+                asked.completions.append(completion)
+                if completion.finish_reason == "error" or len(asked.completions) == asked.num_samples:
+                    del self._asked[completion.request_id]
+                    self._settle(asked.shard, asked.row, self._rows(asked, row_key=str(completion.request_id)), progress)
         finally:
             progress.close()
             self.engine_numbers = engine.stats.snapshot()
@@ -177,37 +180,45 @@ class _Mill:
             with self.metrics.time("tokenise"):
                 request = self.job.request(record)
         except RowError as error:
-            self.metrics.finished(None)
-            self._settle(shard, record.index, failed(error) | {"row_id": row_id, "row_key": record.row_key}, progress)
+            self.metrics.finished(())
+            self._settle(shard, record.index, [failed(error) | {"row_id": row_id, "row_key": record.row_key}], progress)
             return None
         prompt = request.prompt_token_ids if self.columns.token_ids else None
-        self._asked[request.id] = _Asked(shard, record.index, row_id, prompt)
+        self._asked[request.id] = _Asked(shard, record.index, row_id, request.sampling.n, prompt, completions=[])
         self.metrics.asked()
         return request
 
-    def _row(self, completion: Completion, asked: _Asked) -> dict[str, Any]:
-        """The values of the completion's output row, an error row where the engine or the job says so."""
-        try:
-            if completion.finish_reason == "error":
-                raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
-            return answered(completion, self.job.answer(completion), prompt_token_ids=asked.prompt_token_ids)
-        except RowError as error:
-            return failed(error, completion=completion)
+    def _rows(self, asked: _Asked, *, row_key: str) -> list[dict[str, Any]]:
+        """The output rows of a row whose samples are all done; one error row where the engine or the job says so."""
+        self.metrics.finished(asked.completions)
+        rows = []
+        for completion in sorted(asked.completions, key=lambda completion: completion.sample_index):
+            try:
+                if completion.finish_reason == "error":
+                    raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
+                row = answered(completion, self.job.answer(completion), prompt_token_ids=asked.prompt_token_ids)
+            except RowError as error:
+                return [failed(error, completion=completion) | {"row_id": asked.row_id, "row_key": row_key}]
+            rows.append(row | {"row_id": asked.row_id, "row_key": row_key})
+        return rows
 
-    def _settle(self, shard: _OpenShard, index: int, row: dict[str, Any], progress: Progress) -> None:
-        """Put a row in its place; the last one of a shard finishes the part."""
+    def _settle(self, shard: _OpenShard, index: int, rows: list[dict[str, Any]], progress: Progress) -> None:
+        """Put input row ``index``'s output rows in their place; the last ones of a shard finish the part."""
         assert shard.rows[index] is None, "a row is settled once"
-        shard.rows[index] = [row]
+        shard.rows[index] = rows
         shard.num_missing -= 1
         progress.update()
         if shard.num_missing == 0:
-            rows = [samples for samples in shard.rows if samples is not None]
-            with self.metrics.time("write"):
-                table = self.columns.table(shard.table, rows)
-                self.ledger.commit(
-                    shard.part, write=lambda path: self.writer.write(path, table), rows=[row for samples in rows for row in samples]
-                )
-            self._num_open -= 1
+            self._commit(shard)
+
+    def _commit(self, shard: _OpenShard) -> None:
+        rows = [samples for samples in shard.rows if samples is not None]
+        with self.metrics.time("write"):
+            table = self.columns.table(shard.table, rows)
+            self.ledger.commit(
+                shard.part, write=lambda path: self.writer.write(path, table), rows=[row for samples in rows for row in samples]
+            )
+        self._num_open -= 1
 
 
 def _summary(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, engine: Mapping[str, Any], interrupted: bool) -> Summary:
