@@ -29,6 +29,10 @@ class KVLayer(Protocol):
         """Keys and values of int64 slots [G, L], each [G, K, L, D], contiguous. Slots never written give anything."""
         ...
 
+    def copy_block(self, source: int, target: int) -> None:
+        """Make block ``target`` hold what block ``source`` holds."""
+        ...
+
 
 class KVFormat(Protocol):
     """How numbers lie in the pool."""

@@ -5,6 +5,8 @@ Knows slots, not whose they are: who owns a block is engine.kv.manager's busines
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,12 @@ class KVStore:
     def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
         """Store a step's keys and values, [T, K, D] each, in int64 slots [T]."""
         self._layers[layer].write(k_TKD, v_TKD, slots_T)
+
+    def copy_blocks(self, copies: SequenceOf[tuple[int, int]]) -> None:
+        """Copy whole blocks (from, to) in all layers, one after the other: a target may be a later copy's source."""
+        for source, target in copies:
+            for layer in self._layers:
+                layer.copy_block(source, target)
 
     def layer(self, index: int) -> KVLayer:
         return self._layers[index]

@@ -42,8 +42,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Draw]:
-        """Compute the plan's chunks; one draw for each chunk that samples, in plan order (token id -1: not a number)."""
+        """Copy the plan's blocks, compute its chunks, draw for those that sample, in plan order (see Sampler.draw)."""
         with self.stats.time("forward"):
+            self.store.copy_blocks(plan.copies)
             batch = build_batch(plan, block_size=self.store.block_size, device=self.device)
             hidden_TE = self._forward(batch)
             if len(batch.sampling_rows_M) == 0:

@@ -2,13 +2,14 @@
 
 Knows the order of the work: greedy rows are an argmax, the others go through the transforms and the inverse of the
 cumulative distribution at their own uniform number. It keeps no state, so a draw depends on its own row alone.
-Shape suffixes: M rows that sample, R rows that are not greedy, V vocabulary.
+Shape suffixes: M rows to draw for, R of them that are not greedy, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,12 @@ from engine.sampling.transforms import transform
 from engine.sequence import Sequence
 from engine.types import Draw
 
-# Every request has one sample; its noise is that of sample 0.
-_SAMPLE_INDEX = 0
+
+class _Row(NamedTuple):
+    """Who a row of logits is drawn for: sample ``sample_index`` of the sequence's request."""
+
+    seq: Sequence
+    sample_index: int
 
 
 class Sampler:
@@ -33,27 +38,33 @@ class Sampler:
         self.seed = seed
 
     def draw(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
-        """Float32 logits [M, V], row m for the next token of ``seqs[m]`` -> a draw a row.
+        """Float32 logits [M, V], row m for the next token of ``seqs[m]`` -> ``seqs[m].num_draws`` draws for each row.
 
-        A draw's logprob is the log-softmax of the plain logits, over all V, at the drawn token. Of equal largest logits
-        the lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone.
+        The draws of one row are for the sequence's own sample and those that fork from it, by sample index. A
+        draw's logprob is the log-softmax of the plain logits, over all V, at the drawn token. Of equal largest logits the
+        lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone.
         """
+        rows = [_Row(seq, seq.sample_index + index) for seq in seqs for index in range(seq.num_draws)]
+        if len(rows) > len(seqs):
+            logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
         valid_MV = logits_MV[:, : self.num_valid_tokens]
         token_ids_M = valid_MV.argmax(-1)
-        rows = [row for row, seq in enumerate(seqs) if not seq.request.sampling.greedy]
-        if rows:
-            index = torch.tensor(rows, device=logits_MV.device)
-            token_ids_M[index] = self._draw_by_chance(valid_MV[index], [seqs[row] for row in rows])
+        by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
+        if by_chance:
+            index_R = torch.tensor(by_chance, device=logits_MV.device)
+            token_ids_M[index_R] = self._draw_by_chance(valid_MV[index_R], [rows[m] for m in by_chance])
         logprobs_M = torch.log_softmax(logits_MV, dim=-1).gather(1, token_ids_M[:, None]).squeeze(1)
         return [
             Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob)
             for token_id, logprob in zip(token_ids_M.tolist(), logprobs_M.tolist(), strict=True)
         ]
 
-    def _draw_by_chance(self, logits_RV: Tensor, seqs: SequenceOf[Sequence]) -> Tensor:
+    def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row]) -> Tensor:
         """The first token id whose cumulative probability, in id order and float64, exceeds the row's uniform number."""
-        chance_R = [uniform(s.request, engine_seed=self.seed, sample_index=_SAMPLE_INDEX, position=s.num_generated) for s in seqs]
-        cumulative_RV = torch.softmax(transform(logits_RV, seqs), dim=-1).cumsum(-1, dtype=torch.float64)
+        chance_R = [
+            uniform(seq.request, engine_seed=self.seed, sample_index=sample_index, position=seq.num_generated) for seq, sample_index in rows
+        ]
+        cumulative_RV = torch.softmax(transform(logits_RV, [row.seq for row in rows]), dim=-1).cumsum(-1, dtype=torch.float64)
         target_R1 = cumulative_RV[:, -1:] * torch.tensor(chance_R, dtype=torch.float64, device=logits_RV.device)[:, None]
         token_ids_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
         return token_ids_R.clamp(max=logits_RV.shape[-1] - 1)  # a row of NaN finds no place

@@ -36,6 +36,10 @@ class PlainLayer:
         v = self.values.view(-1, head_dim).index_select(0, rows).view(shape)
         return k, v
 
+    def copy_block(self, source: int, target: int) -> None:
+        self.keys[target] = self.keys[source]
+        self.values[target] = self.values[source]
+
     def _rows(self, slots: Tensor, *, heads: Tensor) -> Tensor:
         """Flat index of each (slot, head) among the pool's num_blocks x K x block_size rows of D numbers."""
         num_kv_heads, block_size = self.keys.shape[1], self.keys.shape[2]

@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.backend import AttentionInputs, AttentionSpec
 from engine.attention.select import select
-from engine.kv.format import load_format
+from engine.kv.format import format_name, load_format
 from engine.kv.store import KVStore
 
 
@@ -27,23 +27,26 @@ class Conversation:
 class PagedWorld:
     """Conversations of random numbers in scattered blocks; whatever slot is not theirs holds NaN."""
 
-    def __init__(self, *, num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, num_blocks=400, seed=0, device="cpu") -> None:
+    def __init__(
+        self, *, num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, num_blocks=400, seed=0, dtype=torch.float32, device="cpu"
+    ) -> None:
         self.spec = AttentionSpec(
             device=torch.device(device),
-            dtype=torch.float32,
+            dtype=dtype,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             scale=head_dim**-0.5,
             block_size=block_size,
-            kv_format="fp32",
+            kv_format=format_name("auto", model_dtype=str(dtype).removeprefix("torch.")),
             batch_invariant=False,
         )
+        kv_format = load_format(self.spec.kv_format)
         self.random = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.free = list(self.random.permutation(num_blocks))
         self.store = KVStore(
-            load_format("fp32"),
+            kv_format,
             num_layers=1,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -59,7 +62,7 @@ class PagedWorld:
         """A new sequence; its first ``num_shared`` positions (whole blocks) are those of ``like``, in the same blocks."""
         H, K, D, B = self.spec.num_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.block_size
         assert num_shared % B == 0
-        new = Conversation(*(torch.randn(length, n, D, generator=self.generator) for n in (H, K, K)))
+        new = Conversation(*(torch.randn(length, n, D, generator=self.generator).to(self.spec.dtype) for n in (H, K, K)))
         if like is not None:
             new.k_PKD[:num_shared], new.v_PKD[:num_shared] = like.k_PKD[:num_shared], like.v_PKD[:num_shared]
             new.blocks = like.blocks[: num_shared // B]

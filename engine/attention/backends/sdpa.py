@@ -1,0 +1,181 @@
+"""Attention with torch's own operators, on any device: few large products in place of many small ones.
+
+Knows no fixed order of summation, so a row's last bits may depend on the rows beside it.
+
+A chunk of several tokens runs torch's scaled_dot_product_attention over its sequence's gathered keys and values. Decodes
+run in groups of like context length, padded to the longest. Decodes that start with the same blocks (a system prompt)
+read those once: all their queries meet the shared keys in one product, and each its own keys in another, under one softmax.
+Shape suffixes: T tokens of the step, G rows of a group, n tokens of a chunk, L slots, H query heads, K key/value heads,
+J = H / K query heads a key/value head, D head size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.attention.backend import AttentionInputs, AttentionSpec
+from engine.kv.format import KVLayer
+
+Ints = npt.NDArray[np.int64]
+
+# Reading a prefix once is worth its own products when it saves this many tokens' keys and values.
+_MIN_SAVED_TOKENS = 256
+# A row of a decode group may be padded by this share of the group's length; groups under this many rows are not split.
+_MAX_PADDING, _MIN_GROUP = 0.25, 8
+
+
+def refuse(spec: AttentionSpec) -> str | None:
+    if spec.batch_invariant:
+        return "engine.batch_invariant=true needs results that do not depend on the batch; use engine.attention=reference"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlan:
+    """Tokens ``rows`` of the step, one sequence's, over its slots [1, L]; bias [J x n, L] is -inf above the diagonal."""
+
+    rows: slice
+    slots_1L: Tensor
+    bias_ML: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodePlan:
+    """Tokens ``rows_G`` of the step, each over ``shared_1L`` (may be empty) and its own slots; bias [G, 1, 1, L] hides padding."""
+
+    rows_G: Tensor
+    shared_1L: Tensor
+    own_GL: Tensor
+    bias_GL: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SdpaPlan:
+    chunks: list[ChunkPlan]
+    decodes: list[DecodePlan]
+
+
+class Backend:
+    """Gathers from the paged store, then multiplies; see the module's text."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    def plan(self, inputs: AttentionInputs) -> SdpaPlan:
+        num_queries = np.diff(inputs.query_starts)
+        groups = [
+            (part, num_shared)
+            for seqs, num_shared in _by_prefix(inputs, np.flatnonzero(num_queries == 1))
+            for part in _by_length(seqs, inputs.kv_lengths[seqs] - num_shared)
+        ]
+        return SdpaPlan(
+            chunks=[self._plan_chunk(inputs, seq) for seq in np.flatnonzero(num_queries > 1)],
+            decodes=[self._plan_decodes(inputs, seqs, num_shared) for seqs, num_shared in groups],
+        )
+
+    def attend(self, q_THD: Tensor, kv: KVLayer, plan: SdpaPlan) -> Tensor:
+        o_THD = torch.empty_like(q_THD)
+        for chunk in plan.chunks:
+            o_THD[chunk.rows] = self._attend_chunk(q_THD[chunk.rows], kv, chunk)
+        for group in plan.decodes:
+            o_THD[group.rows_G] = self._attend_decodes(q_THD[group.rows_G], kv, group)
+        return o_THD
+
+    def _plan_chunk(self, inputs: AttentionInputs, seq: int) -> ChunkPlan:
+        start, end = (int(row) for row in inputs.query_starts[seq : seq + 2])
+        length = int(inputs.kv_lengths[seq])
+        # Torch's is_causal counts from the top left; a chunk's diagonal ends in the bottom right.
+        hidden_nL = np.arange(length) > np.arange(length - (end - start), length)[:, None]
+        return ChunkPlan(
+            rows=slice(start, end),
+            slots_1L=self._to_device(inputs.slots(np.array([[seq]]), np.arange(length)[None])),
+            bias_ML=self._bias(hidden_nL).repeat(self.spec.queries_per_kv, 1),
+        )
+
+    def _plan_decodes(self, inputs: AttentionInputs, seqs: Ints, num_shared: int) -> DecodePlan:
+        lengths_G1 = inputs.kv_lengths[seqs, None]
+        positions_1L = np.arange(num_shared, lengths_G1.max())[None]
+        # A padded position stands for the sequence's last one: a slot that is written, hidden by the bias.
+        return DecodePlan(
+            rows_G=self._to_device(inputs.query_starts[seqs]),
+            shared_1L=self._to_device(inputs.slots(seqs[:1, None], np.arange(num_shared)[None])),
+            own_GL=self._to_device(inputs.slots(seqs[:, None], np.minimum(positions_1L, lengths_G1 - 1))),
+            bias_GL=self._bias(positions_1L >= lengths_G1)[:, None, None],
+        )
+
+    def _attend_chunk(self, q_nHD: Tensor, kv: KVLayer, chunk: ChunkPlan) -> Tensor:
+        k_1KLD, v_1KLD = self._gather(kv, chunk.slots_1L)
+        q_KJnD = q_nHD.permute(1, 0, 2).unflatten(0, (self.spec.num_kv_heads, -1))
+        o_1KMD = F.scaled_dot_product_attention(q_KJnD.flatten(1, 2)[None], k_1KLD, v_1KLD, attn_mask=chunk.bias_ML, scale=self.spec.scale)
+        return o_1KMD.view(q_KJnD.shape).flatten(0, 1).permute(1, 0, 2)
+
+    def _attend_decodes(self, q_GHD: Tensor, kv: KVLayer, group: DecodePlan) -> Tensor:
+        q_GKJD = (q_GHD * self.spec.scale).unflatten(1, (self.spec.num_kv_heads, -1))
+        num_shared = group.shared_1L.shape[1]
+        k_GKLD, v_GKLD = self._gather(kv, group.own_GL)
+        scores_GKJL = q_GKJD @ k_GKLD.transpose(-1, -2) + group.bias_GL
+        if num_shared == 0:
+            return (scores_GKJL.softmax(-1) @ v_GKLD).flatten(1, 2)
+
+        k_1KLD, v_1KLD = self._gather(kv, group.shared_1L)
+        shared_GKJL = _for_all_rows(q_GKJD, k_1KLD[0].transpose(-1, -2))
+        weights_GKJL = torch.cat((shared_GKJL, scores_GKJL), dim=-1).softmax(-1)
+        shared_GKJL, own_GKJL = weights_GKJL.split([num_shared, group.own_GL.shape[1]], dim=-1)
+        return (_for_all_rows(shared_GKJL, v_1KLD[0]) + own_GKJL @ v_GKLD).flatten(1, 2)
+
+    def _gather(self, kv: KVLayer, slots_GL: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = kv.gather(slots_GL)
+        return k.to(self.spec.dtype), v.to(self.spec.dtype)
+
+    def _bias(self, hidden: npt.NDArray[np.bool_]) -> Tensor:
+        return self._to_device(np.where(hidden, np.float32(-np.inf), np.float32(0))).to(self.spec.dtype)
+
+    def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.spec.device)
+
+
+def _for_all_rows(x_GKJA: Tensor, y_KAB: Tensor) -> Tensor:
+    """Multiply every row of the group with one shared matrix a head: [G, K, J, A] x [K, A, B] -> [G, K, J, B]."""
+    x_KMA = x_GKJA.transpose(0, 1).flatten(1, 2)
+    return (x_KMA @ y_KAB).unflatten(1, (x_GKJA.shape[0], -1)).transpose(0, 1)
+
+
+def _by_prefix(inputs: AttentionInputs, seqs: Ints) -> list[tuple[Ints, int]]:
+    """Split decodes into groups and the number of leading tokens that each group shares, 0 for those on their own."""
+    families: dict[int, list[int]] = defaultdict(list)
+    for seq in seqs:
+        families[int(inputs.block_tables[seq, 0])].append(int(seq))
+    groups: list[tuple[Ints, int]] = []
+    alone: list[int] = []
+    for family in families.values():
+        members = np.array(family)
+        num_shared = _num_shared_tokens(inputs, members)
+        if (len(family) - 1) * num_shared >= _MIN_SAVED_TOKENS:
+            groups.append((members, num_shared))
+        else:
+            alone += family
+    return [*groups, (np.array(alone, dtype=np.int64), 0)] if alone else groups
+
+
+def _num_shared_tokens(inputs: AttentionInputs, seqs: Ints) -> int:
+    """Tokens in the leading blocks that all ``seqs`` have in common, short of any one's last token."""
+    num_blocks = int(inputs.kv_lengths[seqs].min() - 1) // inputs.block_size
+    equal = (inputs.block_tables[seqs, :num_blocks] == inputs.block_tables[seqs[0], :num_blocks]).all(axis=0)
+    return (num_blocks if equal.all() else int(equal.argmin())) * inputs.block_size
+
+
+def _by_length(seqs: Ints, lengths: Ints) -> list[Ints]:
+    """Split a group, longest first, where the next row would hold too much padding."""
+    parts: list[list[int]] = [[]]
+    for index in np.argsort(-lengths, kind="stable"):
+        if len(parts[-1]) >= _MIN_GROUP and lengths[index] < (1 - _MAX_PADDING) * lengths[parts[-1][0]]:
+            parts.append([])
+        parts[-1].append(int(index))
+    return [seqs[part] for part in parts]
