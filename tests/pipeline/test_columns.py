@@ -1,0 +1,148 @@
+"""The output's columns: names, types, clashes, and one row a sample."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from engine import Completion
+from pipeline import TextJob
+from pipeline.types import RowError
+
+CONTRACT = {
+    "row_id": "string",
+    "sample_index": "int16",
+    "generation": "string",
+    "reasoning": "string",
+    "row_key": "string",
+    "finish_reason": "string",
+    "stop_reason": "string",
+    "status": "string",
+    "error_code": "string",
+    "error_message": "string",
+    "num_prompt_tokens": "int32",
+    "num_cached_tokens": "int32",
+    "num_generated_tokens": "int32",
+    "cumulative_logprob": "float",
+}
+
+
+def test_the_contract_s_columns_follow_the_input_s(run_job, read_parts, write_jsonl) -> None:
+    run_job(write_jsonl([{"tag": 1.5, "prompt": "a b"}]))
+    schema = read_parts().schema
+    assert {field.name: str(field.type) for field in schema} == {"tag": "double", "prompt": "string", **CONTRACT}
+    assert schema.names[:2] == ["tag", "prompt"]
+
+
+def test_tokens_and_logprobs_on_request(run_job, read_parts, write_jsonl) -> None:
+    run_job(write_jsonl([{"prompt": "a b"}, {"prompt": ""}]), output={"token_ids": True, "logprobs": True})
+    table = read_parts()
+    assert [str(table.schema.field(name).type) for name in ("prompt_token_ids", "token_ids", "logprobs")] == [
+        "list<item: int32>",
+        "list<item: int32>",
+        "list<item: float>",
+    ]
+    row, error = table.to_pylist()
+    assert bytes(row["prompt_token_ids"]) == b"a b"
+    assert bytes(row["token_ids"]) == b"b a"
+    assert row["logprobs"] == [-0.5] * 3
+    assert row["cumulative_logprob"] == -1.5
+    assert [error[name] for name in ("prompt_token_ids", "token_ids", "logprobs", "cumulative_logprob")] == [None] * 4
+
+
+def test_clashes_are_refused_before_any_load_unless_prefixed(run_job, read_parts, write_jsonl, tmp_path) -> None:
+    path = write_jsonl([{"prompt": "a b", "finish_reason": "n/a", "status": 5, "Status": "caps", "": "no name", "prompt_token_ids": None}])
+
+    class Unloadable:
+        @property
+        def stats(self):
+            raise AssertionError("no engine may be loaded")
+
+    with pytest.raises(ValueError, match=r"output\.prefix: .*'finish_reason', 'status'; set output\.prefix"):
+        run_job(path, engine=Unloadable())
+    with pytest.raises(ValueError, match="'prompt_token_ids'"):
+        run_job(path, engine=Unloadable(), output={"token_ids": True})
+    assert not (tmp_path / "out").exists()
+    run_job(path, output={"prefix": "out_"})
+    row = read_parts().to_pylist()[0]
+    assert (row["finish_reason"], row["status"], row["Status"], row[""]) == ("n/a", 5, "caps", "no name")
+    assert (row["out_finish_reason"], row["out_status"], row["out_generation"]) == ("length", "ok", "b a")
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "labels"),
+    [
+        ([{"id": "x"}, {"id": "x"}, {"id": ""}, {}], {}, ["x", "x", "", "in.jsonl:3"]),
+        ([{"id": 7}, {"id": 2**60}], {}, ["7", str(2**60)]),
+        ([{"custom_id": "c"}, {"custom_id": None}], {}, ["c", "in.jsonl:1"]),
+        ([{"id": "i", "custom_id": "c"}], {}, ["i"]),
+        ([{"id": "i", "name": "n"}], {"id_column": "name"}, ["n"]),
+    ],
+)
+def test_row_ids_are_labels_and_row_keys_are_names(run_job, read_parts, write_jsonl, rows, options, labels) -> None:
+    run_job(write_jsonl([{"prompt": "a", **row} for row in rows]), input=options)
+    table = read_parts()
+    assert table["row_id"].to_pylist() == labels
+    assert table["row_key"].to_pylist() == [f"in.jsonl:{i}" for i in range(len(rows))]
+
+
+def test_every_sample_is_a_row_and_an_error_is_one(run_job, read_parts, tmp_path, scripted_engine) -> None:
+    class Sampling(scripted_engine):
+        """Each request gives its samples in falling order, spread over the answers of others."""
+
+        def generate(self, requests):
+            later: list[Completion] = []
+            for completion in super().generate(requests):
+                request = next(request for request in self.asked if request.id == completion.request_id)
+                if completion.finish_reason == "error" or request.sampling.n == 1:
+                    yield completion
+                    continue
+                later += [replace(completion, sample_index=index) for index in reversed(range(request.sampling.n))]
+                if len(later) > 10:
+                    yield later.pop(0)
+            yield from later
+
+    counts = [1, 3, 2, 1, 4, 1, 3, 2, 2, 5]
+    table = pa.table(
+        {
+            "n": counts,
+            "prompt": ["x " * 5000 if i == 4 else f"row {i}" for i in range(10)],
+            "sampling_params": [{"n": count} for count in counts],
+        }
+    )
+    pq.write_table(table, tmp_path / "in.parquet")
+    summary = run_job(tmp_path / "in.parquet", engine=Sampling(), input={"rows_per_shard": 4})
+    written = read_parts()
+    counts[4] = 1
+    assert written["row_key"].to_pylist() == [f"in.parquet:{i}" for i, count in enumerate(counts) for _ in range(count)]
+    assert written["sample_index"].to_pylist() == [sample for count in counts for sample in range(count)]
+    assert written["n"].to_pylist() == [table["n"][i].as_py() for i, count in enumerate(counts) for _ in range(count)]
+    assert (summary.num_rows, summary.num_errors) == (sum(counts), 1)
+
+
+def test_a_job_adds_its_columns_and_may_refuse_an_answer(run_job, read_parts, write_jsonl, text_job) -> None:
+    class Counting(TextJob):
+        fields = (pa.field("num_words", pa.int32()),)
+
+        def answer(self, completion):
+            text = super().answer(completion)["generation"]
+            if "bad" in text:
+                raise RowError("invalid_output", "the answer has a bad word")
+            return {"generation": text, "num_words": len(text.split())}
+
+    run_job(write_jsonl([{"prompt": "a b c"}, {"prompt": "bad"}, {"prompt": "d"}]), job=Counting(text_job().prompts))
+    table = read_parts()
+    assert table["num_words"].to_pylist() == [3, None, 1]
+    assert table["error_code"].to_pylist() == [None, "invalid_output", None]
+    assert table["generation"].to_pylist() == ["c b a", None, "d"]
+
+
+def test_the_token_that_ended_an_answer_is_not_in_its_text(text_job) -> None:
+    job = text_job()
+    kept = {"request_id": 0, "token_ids": (104, 105, 46)}
+    assert job.answer(Completion(**kept, finish_reason="stop", stop_reason=46))["generation"] == "hi"
+    assert job.answer(Completion(**kept, finish_reason="length"))["generation"] == "hi."
+    assert job.answer(Completion(**kept, finish_reason="length", stop_reason="context"))["generation"] == "hi."

@@ -1,0 +1,219 @@
+"""Resume: finished parts are never computed again, unfinished ones are, and other settings never mix in."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline import durable
+
+ROWS = [{"id": i, "prompt": f"the same words {i % 3}"} for i in range(40)]
+
+
+def manifest(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "_manifest.jsonl").read_text().splitlines()]
+
+
+def test_the_record_of_a_finished_run(run_job, read_parts, write_jsonl, tmp_path) -> None:
+    run_job(write_jsonl(ROWS))
+    out = tmp_path / "out"
+    assert sorted(path.name for path in out.iterdir()) == [
+        "_manifest.jsonl",
+        "_run.json",
+        "_shards.jsonl",
+        "metrics.json",
+        *[f"part-0000{i}.arrow" for i in range(5)],
+    ]
+    lines = sorted(manifest(out), key=lambda line: line["part"])
+    for index, line in enumerate(lines):
+        data = (out / line["file"]).read_bytes()
+        assert line["sha256"] == hashlib.sha256(data).hexdigest()
+        assert line["bytes"] == len(data)
+        assert (line["rows"], line["first_row_id"], line["last_row_id"]) == (8, str(index * 8), str(index * 8 + 7))
+    record = json.loads((out / "_run.json").read_text())
+    assert record["fingerprint"] == {"model": "scripted"}
+    assert record["columns"]["num_prompt_tokens"] == "int32"
+
+
+@pytest.mark.parametrize("stop_after", [1, 13, 30, 39])
+@pytest.mark.parametrize("how", ["stop_after", "fail_after"])
+def test_a_run_that_broke_off_goes_on_where_it_was(
+    run_job, read_parts, write_jsonl, scripted_engine, tmp_path, stop_after: int, how: str
+) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path, out="whole")
+    first = scripted_engine(max_waiting=6, **{how: stop_after})
+    if how == "stop_after":
+        summary = run_job(path, engine=first)
+        assert summary.interrupted
+        assert summary.num_unfinished == 40 - summary.num_rows
+    else:
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            run_job(path, engine=first)
+    assert first.closed
+    assert not list((tmp_path / "out").glob("*.tmp"))
+    kept = {part.name: part.stat().st_mtime_ns for part in (tmp_path / "out").glob("part-*")}
+    second = scripted_engine()
+    summary = run_job(path, engine=second)
+    assert (summary.num_rows, summary.num_unfinished, summary.num_resumed) == (40, 0, 8 * len(kept))
+    assert len(second.asked) == 40 - summary.num_resumed
+    assert read_parts("out").equals(read_parts("whole"))
+    for name, changed in kept.items():
+        assert (tmp_path / "out" / name).stat().st_mtime_ns == changed
+
+
+def test_nothing_left_loads_no_engine(run_job, write_jsonl) -> None:
+    path = write_jsonl([*ROWS, {"prompt": ""}])
+    first = run_job(path)
+
+    class Unloadable:
+        @property
+        def stats(self):
+            raise AssertionError("no engine is needed")
+
+    again = run_job(path, engine=Unloadable())
+    assert (again.num_rows, again.num_ok, again.num_errors) == (first.num_rows, first.num_ok, first.num_errors) == (41, 40, 1)
+    assert again.num_resumed == 41
+
+
+@pytest.mark.parametrize("moment", ["errors.jsonl", "_manifest.jsonl", "rename"])
+def test_a_crash_inside_a_commit_loses_and_doubles_nothing(run_job, read_parts, write_jsonl, tmp_path, monkeypatch, moment: str) -> None:
+    rows = [{"id": i, "prompt": "" if i % 5 == 0 else f"some words {i}"} for i in range(40)]
+    path = write_jsonl(rows)
+    run_job(path, out="whole")
+    append, rename = durable.append_lines, durable.rename
+    seen = []
+
+    def crashing_append(target: Path, values: Any) -> None:
+        append(target, values)
+        if target.name == moment:
+            seen.append(target)
+            if len(seen) == 3:
+                with target.open("a") as stream:
+                    stream.write('{"part": 9, "cut')
+                raise SystemExit
+
+    def crashing_rename(source: Path, target: Path) -> None:
+        if moment == "rename" and target.name.startswith("part-"):
+            seen.append(target)
+            if len(seen) == 3:
+                raise SystemExit
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable, "append_lines", crashing_append)
+        patch.setattr(durable, "rename", crashing_rename)
+        with pytest.raises(SystemExit):
+            run_job(path)
+    run_job(path)
+    assert read_parts().equals(read_parts("whole"))
+    for name in ("errors.jsonl", "_manifest.jsonl", "_shards.jsonl"):
+        lines = [sorted((tmp_path / out / name).read_text().splitlines()) for out in ("out", "whole")]
+        assert lines[0] == lines[1]
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_other_settings_are_refused_with_the_difference(run_job, write_jsonl, read_parts) -> None:
+    path = write_jsonl(ROWS)
+    settings = {"model": "m", "sampling": {"temperature": 0.0, "seed": None}}
+    run_job(path, fingerprint=settings)
+    other = {"model": "m", "sampling": {"temperature": 0.7, "seed": None}}
+    with pytest.raises(ValueError, match=r"fingerprint\.sampling\.temperature: was 0\.0, is 0\.7\n") as caught:
+        run_job(path, fingerprint=other)
+    assert "seed" not in str(caught.value)
+    assert "resume=force" in str(caught.value)
+    with pytest.raises(ValueError, match=r"columns\.token_ids: was null, is \"list<item: int32>\""):
+        run_job(path, fingerprint=settings, output={"token_ids": True})
+    summary = run_job(path, fingerprint=other, resume="force")
+    assert (summary.num_rows, summary.num_resumed) == (40, 0)
+    assert run_job(path, fingerprint=other).num_resumed == 40
+
+
+def test_never_refuses_a_folder_with_anything_in_it(run_job, write_jsonl, tmp_path) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path, resume="never")
+    with pytest.raises(ValueError, match=r"output\.path: .* is not empty and resume=never"):
+        run_job(path, resume="never")
+    with pytest.raises(ValueError, match="resume: 'sometimes'"):
+        run_job(path, resume="sometimes")
+
+
+def test_force_takes_away_only_what_runs_write(run_job, write_jsonl, tmp_path) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    run_job(write_jsonl(ROWS[:8]), resume="force")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+    assert [file.name for file in (tmp_path / "out").glob("part-*")] == ["part-00000.arrow"]
+
+
+def test_new_files_get_the_next_parts_wherever_they_sort(run_job, read_parts, write_jsonl, tmp_path) -> None:
+    write_jsonl(ROWS[:8], "in/m.jsonl")
+    run_job(tmp_path / "in")
+    write_jsonl(ROWS[8:16], "in/a.jsonl")
+    write_jsonl(ROWS[16:24], "in/z.jsonl")
+    summary = run_job(tmp_path / "in")
+    assert (summary.num_rows, summary.num_resumed) == (24, 8)
+    assert read_parts()["row_key"].to_pylist()[::8] == ["m.jsonl:0", "a.jsonl:0", "z.jsonl:0"]
+
+
+@pytest.mark.parametrize("change", ["content", "rows_per_shard"])
+def test_changed_rows_of_a_finished_part_are_refused(run_job, write_jsonl, change: str) -> None:
+    run_job(write_jsonl(ROWS))
+    rows = [{**row, "prompt": "other"} for row in ROWS] if change == "content" else ROWS
+    options = {"rows_per_shard": 5} if change == "rows_per_shard" else {}
+    with pytest.raises(ValueError, match=r"part-00000\.arrow holds the answers .* of in\.jsonl, which have changed"):
+        run_job(write_jsonl(rows), input=options)
+
+
+def test_a_part_that_was_taken_away_is_computed_again(run_job, read_parts, write_jsonl, scripted_engine, tmp_path) -> None:
+    rows = [{"id": i, "prompt": ""} for i in range(40)]
+    path = write_jsonl(rows)
+    run_job(path)
+    before = read_parts()
+    (tmp_path / "out" / "part-00002.arrow").unlink()
+    assert run_job(path).num_resumed == 32
+    assert read_parts().equals(before)
+    errors = [json.loads(line)["row_key"] for line in (tmp_path / "out" / "errors.jsonl").read_text().splitlines()]
+    assert sorted(errors) == sorted(f"in.jsonl:{i}" for i in range(40))
+
+
+def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_path) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path)
+    (tmp_path / "out" / "_manifest.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"part-00000\.arrow, which its _manifest\.jsonl does not know"):
+        run_job(path)
+    assert (tmp_path / "out" / "part-00000.arrow").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("_manifest.jsonl", '{"part": 0}\n', "other keys"),
+        ("_manifest.jsonl", 'oops\n{"part": 0}\n', r"_manifest\.jsonl, line 1: damaged"),
+        ("_shards.jsonl", '{"file": 0}\n', "other keys"),
+        ("_run.json", "{", r"_run\.json: missing or damaged"),
+    ],
+)
+def test_damaged_records_are_named(run_job, write_jsonl, tmp_path, name: str, text: str, words: str) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path)
+    (tmp_path / "out" / name).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        run_job(path)
+
+
+def test_an_output_that_cannot_be_is_refused(run_job, write_jsonl, tmp_path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ValueError, match=r"output\.path"):
+        run_job(write_jsonl(ROWS), out="file")
+    if os.geteuid() != 0:
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(ValueError, match=r"output\.path"):
+            run_job(write_jsonl(ROWS), out="closed/out")
