@@ -121,3 +121,7 @@ class Engine:
                 break
             pulled.append(request)
         return pulled, False
+
+    def close(self) -> None:
+        """Let go of the model and the KV pool; the engine answers nothing any more."""
+        del self.runner
