@@ -1,0 +1,84 @@
+"""Turns settings into an engine: the only file that sees every part.
+
+Decides nothing about a step; each part refuses the settings that it cannot serve, by the key's name.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from engine.attention.backend import AttentionSpec
+from engine.attention.select import select
+from engine.config import EngineConfig, KVCacheConfig, ModelConfig
+from engine.device import Device
+from engine.kv.format import format_name, load_format
+from engine.kv.manager import BlockManager
+from engine.kv.sizing import bytes_per_block, pool_size
+from engine.kv.store import KVStore
+from engine.layers.spec import DecoderSpec
+from engine.loop import Engine
+from engine.runner.runner import ModelRunner
+from engine.sampling.sampler import Sampler
+from engine.scheduler.scheduler import Scheduler
+from engine.stats import Stats
+from engine.tokenizer import Tokenizer
+from engine.weights import load_model, read_spec
+
+
+def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Engine:
+    """Load the model and put the engine together around it.
+
+    Raises:
+        ValueError: a setting cannot be served on this machine or by this model; the message names the key.
+    """
+    device = Device.find(engine.device, threads=engine.threads)
+    if device.kind == "cpu":
+        torch.set_num_threads(device.num_threads)
+    dtype = device.dtype(model.dtype)
+    spec = read_spec(model)
+    max_model_len = _max_model_len(engine, spec)
+    kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
+    backend = select(engine.attention, spec=_attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format))
+    tokenizer = tokenizer or Tokenizer.load(model)
+    decoder = load_model(model, dtype=dtype, device=device.torch_device, batch_invariant=engine.batch_invariant)
+
+    block = {"block_size": kv_cache.block_size, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+    block_bytes = bytes_per_block(load_format(kv_format), num_layers=spec.num_layers, **block)
+    num_blocks = pool_size(kv_cache, block_bytes=block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
+    store = KVStore(load_format(kv_format), num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **block)
+
+    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * block_bytes)
+    scheduler = Scheduler(
+        kv=BlockManager(num_blocks=num_blocks, block_size=kv_cache.block_size, prefix_cache=kv_cache.prefix_cache),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=tokenizer.eos_token_ids,
+        stats=stats,
+    )
+    sampler = Sampler(num_valid_tokens=min(tokenizer.vocab_size, spec.vocab_size), seed=engine.seed)
+    runner = ModelRunner(decoder, store=store, backend=backend, sampler=sampler, stats=stats, device=device.torch_device)
+    return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer)
+
+
+def _max_model_len(engine: EngineConfig, spec: DecoderSpec) -> int:
+    limit = spec.max_position_embeddings
+    if engine.max_model_len is not None and engine.max_model_len > limit:
+        raise ValueError(f"engine.max_model_len: {engine.max_model_len} is over the {limit} positions that the model knows")
+    return engine.max_model_len or limit
+
+
+def _attention_spec(
+    engine: EngineConfig, kv_cache: KVCacheConfig, spec: DecoderSpec, *, device: Device, dtype: torch.dtype, kv_format: str
+) -> AttentionSpec:
+    return AttentionSpec(
+        device=device.torch_device,
+        dtype=dtype,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale,
+        block_size=kv_cache.block_size,
+        kv_format=kv_format,
+        batch_invariant=engine.batch_invariant,
+    )
