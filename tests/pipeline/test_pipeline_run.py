@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -85,3 +87,26 @@ def test_shards_of_nothing_but_errors_do_not_stop_the_job(run_job, read_parts, w
     summary = run_job(write_jsonl(rows))
     assert (summary.num_ok, summary.num_errors) == (15, 85)
     assert read_parts()["id"].to_pylist() == list(range(100))
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
+def test_memory_is_flat_over_many_rows(run_job, tmp_path, scripted_engine) -> None:
+    num_rows, row_bytes = 10_000, 8000
+    with (tmp_path / "in.jsonl").open("w") as stream:
+        for i in range(num_rows):
+            stream.write(json.dumps({"id": i, "prompt": f"row {i}", "blob": f"{i:08d}" * (row_bytes // 8)}) + "\n")
+
+    class Measuring(scripted_engine):
+        def generate(self, requests):
+            for count, completion in enumerate(super().generate(requests)):
+                if count in (num_rows // 6, num_rows * 5 // 6):
+                    sizes.append(resident_bytes())
+                yield completion
+
+    sizes: list[int] = []
+    run_job(tmp_path / "in.jsonl", engine=Measuring(), input={"rows_per_shard": 128})
+    assert sizes[1] - sizes[0] < 0.25 * num_rows * row_bytes, "53 MB of rows came and went between the two"
