@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from engine.layers.linear import Linear
 from engine.layers.spec import DecoderSpec
 
-
 # torch computes an elementwise function on one thread below this many numbers (its GRAIN_SIZE).
 _ONE_THREAD = 32768
 

@@ -98,7 +98,7 @@ def folder_spec(folder: Path) -> DecoderSpec:
     if not config.get("model_type"):
         raise ValueError(f"model.path: {folder / 'config.json'} lacks model_type")
     family = plugins.load("engine.models", config["model_type"], key="model.path")
-    spec: DecoderSpec = family.spec(config | {"eos_token_id": end_token_ids(folder)})
+    spec: DecoderSpec = family.spec(config)
     return spec
 
 

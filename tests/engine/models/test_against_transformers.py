@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import transformers
 
 from engine.config import ModelConfig
-from engine.weights import load_model, read_spec
+from engine.weights import load_model
 
 _SIZES = {
     "vocab_size": 97,
@@ -18,7 +18,6 @@ _SIZES = {
     "num_attention_heads": 6,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
-    "eos_token_id": [3, 5],
 }
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -69,11 +68,6 @@ def test_logits_equal_transformers(saved, batch_invariant):
     logits = decoder.logits(decoder(ids, torch.arange(len(ids)), causal))
     assert expected.std() > 0.5  # logits of which the differences mean something
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-
-
-def test_spec_tells_the_ends_of_an_answer(saved):
-    folder, _ = saved
-    assert read_spec(ModelConfig(path=str(folder))).eos_token_ids == (3, 5)
 
 
 def test_bfloat16_stays_near(saved):
