@@ -60,6 +60,8 @@ class DecodePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SdpaPlan:
+    """Every token of the step is in exactly one of these."""
+
     chunks: list[ChunkPlan]
     decodes: list[DecodePlan]
 
@@ -78,7 +80,7 @@ class Backend:
             for part in _by_length(seqs, inputs.kv_lengths[seqs] - num_shared)
         ]
         return SdpaPlan(
-            chunks=[self._plan_chunk(inputs, seq) for seq in np.flatnonzero(num_queries > 1)],
+            chunks=[self._plan_chunk(inputs, seq) for seq in np.flatnonzero(num_queries > 1).tolist()],
             decodes=[self._plan_decodes(inputs, seqs, num_shared) for seqs, num_shared in groups],
         )
 
