@@ -97,6 +97,8 @@ class KVCacheConfig:
         _require(1 <= self.block_size <= 1024, f"kv_cache.block_size: {self.block_size} is not in 1..1024")
         _require(self.num_blocks is None or self.num_blocks >= 1, f"kv_cache.num_blocks: {self.num_blocks} must be 1 or more")
         _require(self.memory is None or self.num_blocks is None, "kv_cache.memory and kv_cache.num_blocks: give one of the two")
+        if self.memory is not None:
+            parse_bytes(self.memory, key="kv_cache.memory")
 
     @property
     def memory_bytes(self) -> int | None:

@@ -45,7 +45,7 @@ def guarded(command: Callable[[], int]) -> int:
         _say(str(error))
         return REFUSED
     except KeyboardInterrupt:
-        _say("stopped before the first row")
+        _say("stopped")
         return INTERRUPTED
     except Exception:
         traceback.print_exc()
@@ -108,10 +108,15 @@ def _run(config: RunConfig) -> int:
             resume=cast(Resume, config.resume),
             progress=config.progress,
         )
-    except (ValueError, OSError) as error:
+    except OSError as error:  # a full disk, an input that went away
         if engine is None:
             raise
-        raise RuntimeError(f"the run broke off: {error}") from error
+        _say(f"{error}; finished parts stay, and the same command goes on from there")
+        return FAULT
+    except ValueError as error:
+        if engine is None:
+            raise
+        raise RuntimeError("a row or a file broke the run off, which none may") from error
     _tell(summary)
     if summary.interrupted:
         return INTERRUPTED

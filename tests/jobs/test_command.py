@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import signal
 import subprocess
@@ -143,6 +144,17 @@ class TestTinyModel:
         assert other.returncode == 2
         assert "sampling.top_k" in other.stderr
         assert "Traceback" not in other.stderr
+
+    def test_a_full_disk_gives_1_and_no_traceback(self, command: str, tmp_path: Path, words: list[str]) -> None:
+        row = {"prompt": "Hi", "carried": random.Random(0).randbytes(40_000).hex()}
+        (tmp_path / "in.jsonl").write_text(json.dumps(row))
+        limited = ["bash", "-c", 'ulimit -f 24; exec "$0" "$@"', command, *words]  # no file over 24 KiB
+        done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 1, done.stderr
+        assert "File too large" in done.stderr
+        assert "the same command goes on from there" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert list(tmp_path.glob("out/part-*.arrow")) == []
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_gives_75_and_the_next_run_goes_on(

@@ -29,6 +29,7 @@ REFUSED = [
     ("progress=maybe", "progress: value 'maybe' is not a valid bool"),
     ("resume=sometimes", "resume: 'sometimes' is not one of auto, never, force"),
     ("kv_cache.memory=[1]", "kv_cache.memory: value '[1]'"),
+    ("kv_cache.memory=lots", "kv_cache.memory: 'lots' is not a size; write for example"),
     ("kv_cache.block_size=0", "kv_cache.block_size: 0 is not in 1..1024"),
     ("sampling.stop_token_ids=[a]", "sampling.stop_token_ids[0]: value 'a'"),
     ("sampling.temperature=-1", "sampling.temperature: -1.0 is not a number in [0, inf]"),
