@@ -22,7 +22,7 @@ WAYS = {
     "in one batch": {},
     "shuffled, cache off, blocks of 32": {"shuffle": True, "prefix_cache": False, "block_size": 32},
     "one at a time": {"max_num_seqs": 1},
-    "a pool that preempts": {"scarce": True},
+    "a pool that preempts": {"scarce": True, "block_size": 4},
 }
 
 
@@ -34,7 +34,7 @@ def read(path: Path) -> list[dict]:
 def answer(rows, *, attention, max_tokens, shuffle=False, scarce=False, max_num_seqs=64, prefix_cache=True, block_size=16):
     """Completions by row id, and the engine's numbers."""
     longest = max(len(row["prompt_token_ids"]) for row in rows) + max_tokens
-    num_blocks = -(-longest // block_size) + 8 if scarce else None
+    num_blocks = -(-longest // block_size) + 10 if scarce else None
     engine = Engine.from_config(
         model=MODEL,
         engine=EngineConfig(attention=attention, max_num_seqs=max_num_seqs),
