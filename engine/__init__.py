@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from engine import plugins
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
     from engine.loop import Engine
+    from engine.sampling_params import SamplingParams
     from engine.tokenizer import Tokenizer
-    from engine.types import Completion, Request, SamplingParams
+from engine.types import Completion, Request
 
 __all__ = [
     "Completion",
@@ -35,7 +36,7 @@ _HOME = {
     "KVCacheConfig": "engine.config",
     "ModelConfig": "engine.config",
     "Request": "engine.types",
-    "SamplingParams": "engine.types",
+    "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
     "parse_bytes": "engine.config",
 }

@@ -8,10 +8,12 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
+from engine.rules import Rules
 from engine.types import Request
 
 if TYPE_CHECKING:
     from engine.kv.radix import Node
+    from engine.scheduler.stopping import TextWatch
 
 
 class Sequence:
@@ -23,6 +25,8 @@ class Sequence:
         blocks: block ids in position order; token ``p`` lies in ``blocks[p // block_size]``.
         nodes: radix nodes of the leading blocks that are published; ``nodes[i].block == blocks[i]``.
         max_len: most tokens it may grow to, prompt included.
+        rules: what ends it and what may not appear, in token ids.
+        watch: looks for stop texts in its answer; None where there are none.
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
     """
 
@@ -36,12 +40,18 @@ class Sequence:
         "num_lost",
         "num_prompt",
         "request",
+        "rules",
         "sample_index",
         "tokens",
+        "watch",
     )
 
-    def __init__(self, request: Request, *, max_len: int, sample_index: int = 0) -> None:
+    def __init__(
+        self, request: Request, *, max_len: int, rules: Rules | None = None, watch: TextWatch | None = None, sample_index: int = 0
+    ) -> None:
         self.request = request
+        self.rules = rules or Rules()
+        self.watch = watch
         self.sample_index = sample_index
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
@@ -66,9 +76,9 @@ class Sequence:
         """Tokens to draw from this sequence's next logits: all samples of a request start from the prompt's."""
         return self.request.sampling.n if self.num_generated == 0 else 1
 
-    def fork(self, *, sample_index: int) -> Sequence:
+    def fork(self, *, sample_index: int, watch: TextWatch | None) -> Sequence:
         """A sample with the same tokens so far, which holds no blocks yet."""
-        child = Sequence(self.request, max_len=self.max_len, sample_index=sample_index)
+        child = Sequence(self.request, max_len=self.max_len, rules=self.rules, watch=watch, sample_index=sample_index)
         child.tokens = self.tokens[:]
         child.logprobs = list(self.logprobs)
         child.num_cached = self.num_cached

@@ -138,6 +138,13 @@ class Tokenizer:
         """The text of ``ids``, blanks exactly as the tokens have them; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def incremental_decoder(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        return IncrementalDecoder(self, skip_special_tokens=skip_special_tokens)
+
+    def control_token_id(self, text: str) -> int | None:
+        """The id of the control word that ``text`` is; None where it is ordinary text."""
+        return next((id_ for id_, token in self._added.items() if token.content == text and token.special), None)
+
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with the control words in it hidden; its role is the template's to read."""
         role = message.get("role")

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.types import SamplingParams
 
 # Below this a temperature picks the largest logit anyway; float32 could not hold the quotients.
 _MIN_TEMPERATURE = 1e-30

@@ -10,11 +10,12 @@ from collections import deque
 from collections.abc import Collection, Sequence as SequenceOf
 
 from engine.kv.manager import BlockManager, Edge
+from engine.rules import Rules, Vocabulary
 from engine.scheduler.policy import PrefixFirst
-from engine.scheduler.stopping import finish
+from engine.scheduler.stopping import Ending, TextWatch, answer_text, ending
 from engine.sequence import Sequence
 from engine.stats import Stats
-from engine.types import Chunk, Completion, Draw, FinishReason, Request, StepPlan
+from engine.types import Chunk, Completion, Draw, Request, StepPlan
 
 # Waiting sequences that are looked at in one step; the rest are behind them in prefix order and would share their fate.
 _SCAN_FACTOR = 2
@@ -28,6 +29,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         max_model_len: most tokens of a prompt and its answer; also bounded by the pool.
         eos_token_ids: tokens that end an answer.
+        vocabulary: reads stop texts and writes the answers' text; without one completions have none.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        vocabulary: Vocabulary | None = None,
         stats: Stats | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "each running sequence needs a token a step"
@@ -47,6 +50,7 @@ class Scheduler:
         self.max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.vocabulary = vocabulary
         self.stats = stats or Stats()
         self.waiting = PrefixFirst()
         self.running: list[Sequence] = []  # oldest admission first
@@ -70,8 +74,12 @@ class Scheduler:
         if num_tokens >= self.max_len:
             return _error(request, "too_long", self._too_long(num_tokens))
         max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
+        try:
+            rules = Rules.of(request.sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
+        except ValueError as error:
+            return _error(request, "bad_params", str(error))
         self._samples[request.id] = []
-        self.waiting.add(Sequence(request, max_len=max_len))
+        self.waiting.add(Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request)))
         return None
 
     def schedule(self) -> StepPlan:
@@ -188,7 +196,8 @@ class Scheduler:
 
     def _append(self, seq: Sequence, drawn: list[Draw]) -> list[Sequence]:
         """Give ``seq`` its draw, and each further draw to a sample that forks off. Returns all of them."""
-        samples = [seq, *(seq.fork(sample_index=index) for index in range(1, len(drawn)))]
+        forks = range(1, len(drawn))
+        samples = [seq, *(seq.fork(sample_index=index, watch=self._watch(seq.rules, seq.request)) for index in forks)]
         for sample, draw in zip(samples, drawn, strict=True):
             sample.append(*draw)
         for child in samples[1:]:
@@ -203,15 +212,36 @@ class Scheduler:
 
     def _finish(self, seq: Sequence) -> list[Completion]:
         """The completions of ``seq``'s request if its newest token ended it and it was the last sample, else nothing."""
-        ending = finish(seq, eos_token_ids=self.eos_token_ids)
-        if ending is None or seq.request.id not in self._samples:
+        reason = ending(seq)
+        if reason is None or seq.request.id not in self._samples:
             return []
         self._drop(seq)
         samples = self._samples[seq.request.id]
-        samples.append(_completion(seq, *ending))
+        samples.append(self._completion(seq, reason))
         if len(samples) < seq.request.sampling.n:
             return []
         return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
+
+    def _completion(self, seq: Sequence, reason: Ending) -> Completion:
+        return Completion(
+            request_id=seq.request.id,
+            sample_index=seq.sample_index,
+            token_ids=tuple(seq.tokens[seq.num_prompt :]),
+            text=None if self.vocabulary is None else answer_text(seq, reason, vocabulary=self.vocabulary),
+            logprobs=tuple(seq.logprobs),
+            finish_reason=reason[0],
+            stop_reason=reason[1],
+            num_prompt_tokens=seq.num_prompt,
+            num_cached_tokens=seq.num_cached or 0,
+        )
+
+    def _watch(self, rules: Rules, request: Request) -> TextWatch | None:
+        if not rules.stop:
+            return None
+        assert self.vocabulary is not None, "Rules.of refuses texts without one"
+        sampling = request.sampling
+        decoder = self.vocabulary.incremental_decoder(skip_special_tokens=sampling.skip_special_tokens)
+        return TextWatch(decoder, stop=rules.stop, include_stop=sampling.include_stop_str_in_output)
 
     def _fail(self, seq: Sequence) -> Completion:
         self.abort(seq.request.id)
@@ -238,19 +268,6 @@ class Scheduler:
 
 def _chunk(seq: Sequence, num_tokens: int) -> Chunk:
     return Chunk(seq, seq.num_computed, num_tokens, samples=num_tokens == seq.num_pending)
-
-
-def _completion(seq: Sequence, finish_reason: FinishReason, stop_reason: int | str | None) -> Completion:
-    return Completion(
-        request_id=seq.request.id,
-        sample_index=seq.sample_index,
-        token_ids=tuple(seq.tokens[seq.num_prompt :]),
-        logprobs=tuple(seq.logprobs),
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        num_prompt_tokens=seq.num_prompt,
-        num_cached_tokens=seq.num_cached or 0,
-    )
 
 
 def _error(request: Request, code: str, message: str) -> Completion:

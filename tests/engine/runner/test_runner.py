@@ -15,9 +15,10 @@ from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.stats import Stats
-from engine.types import Chunk, Request, SamplingParams, StepPlan
+from engine.types import Chunk, Request, StepPlan
 
 CPU = torch.device("cpu")
 SPEC = DecoderSpec(

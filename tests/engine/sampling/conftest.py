@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.types import Request, SamplingParams
+from engine.types import Request
 
 
 @pytest.fixture(scope="session")

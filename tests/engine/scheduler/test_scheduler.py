@@ -4,7 +4,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.types import Draw, Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Draw, Request
 
 SHARED = [1 + i % 50 for i in range(256)]
 
