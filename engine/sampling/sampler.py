@@ -1,7 +1,8 @@
 """Draws one token for each row of logits, each row by its own request's settings.
 
-Knows the order of the work: greedy rows are an argmax, the others go through the transforms and the inverse of the
-cumulative distribution at their own uniform number. It keeps no state, so a draw depends on its own row alone.
+Knows the order of the work: logits are adjusted by each row's rules; then greedy rows are an argmax, and the others go
+through the transforms and the inverse of the cumulative distribution at their own uniform number. It keeps no state, so a
+draw depends on its own row alone.
 Shape suffixes: M rows to draw for, R of them that are not greedy, V vocabulary.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.sampling.adjust import adjust
 from engine.sampling.rng import uniform
 from engine.sampling.transforms import transform
 from engine.sequence import Sequence
@@ -47,7 +49,7 @@ class Sampler:
         rows = [_Row(seq, seq.sample_index + index) for seq in seqs for index in range(seq.num_draws)]
         if len(rows) > len(seqs):
             logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
-        valid_MV = logits_MV[:, : self.num_valid_tokens]
+        valid_MV = adjust(logits_MV[:, : self.num_valid_tokens], [row.seq for row in rows])
         token_ids_M = valid_MV.argmax(-1)
         by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
         if by_chance:
