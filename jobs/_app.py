@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from types import FrameType
-from typing import NoReturn, cast
+from typing import NoReturn, TypeVar, cast
 
 from omegaconf import OmegaConf
 
@@ -23,6 +23,7 @@ from jobs._schema import RunConfig, absolute, schema_of, typed
 from pipeline import Job, PromptOptions, Summary, run
 from pipeline.ledger import Resume
 
+T = TypeVar("T")
 OK, FAULT, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 3, 75
 
 
@@ -52,15 +53,20 @@ def guarded(command: Callable[[], int]) -> int:
         return FAULT
 
 
-def read_run(overrides: list[str]) -> RunConfig:
-    """The configuration of one run, with absolute paths.
+def compose(name: str, overrides: list[str], *, kind: type[T]) -> T:
+    """``conf/<name>.yaml`` with ``overrides``, as a ``kind``.
 
     Raises:
         ValueError: it is refused; the message names the key.
     """
     if any(word.startswith("model.path=") for word in overrides):  # the option's hash and fallback are another model's
         overrides = ["model.sha256=null", "model.fallback=null", *overrides]
-    config = typed(RunConfig, read_config("config", overrides, schema=schema_of(RunConfig)))
+    return typed(kind, read_config(name, overrides, schema=schema_of(kind)))
+
+
+def read_run(overrides: list[str]) -> RunConfig:
+    """The configuration of one run, with absolute paths; refused as ``compose`` does."""
+    config = compose("config", overrides, kind=RunConfig)
     return replace(
         config,
         input=replace(config.input, path=absolute(config.input.path)),

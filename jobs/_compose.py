@@ -39,7 +39,7 @@ def read_config(name: str, overrides: list[str], *, schema: type) -> DictConfig:
         if re.match(r"[+~]*hydra\b", override) and not override.startswith("hydra.searchpath="):
             raise ValueError(f"{override}: Hydra's own settings are not taken; only hydra.searchpath=[FOLDER] is, for options of your own")
     OmegaConf.register_new_resolver("stem", _stem, replace=True)
-    ConfigStore.instance().store(name=f"base_{name}", node=schema)
+    ConfigStore.instance().store(name=f"base_{name}", node=schema)  # the first entry of conf/<name>.yaml's defaults
     try:
         with initialize_config_dir(config_dir=str(_conf.package_file("conf", "")), version_base="1.3"):
             loose = compose(name, overrides=overrides)

@@ -5,12 +5,12 @@ Knows which settings change answers and which only change the speed.
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 from dataclasses import asdict
+from importlib.metadata import version
 from typing import Any
 
-from engine import Tokenizer
+from engine import EngineConfig, ModelConfig, Tokenizer
 from jobs._schema import RunConfig
 from pipeline import Provenance
 
@@ -26,14 +26,22 @@ def provenance(config: RunConfig, tokenizer: Tokenizer) -> Provenance:
     return Provenance(
         config=asdict(config),
         fingerprint=_fingerprint(config, tokenizer),
-        versions={"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        versions={"python": platform.python_version()} | {name: version(name) for name in _LIBRARIES},
     )
+
+
+def dtype_name(model: ModelConfig, engine: EngineConfig) -> str:
+    """What ``model.dtype`` comes to on this machine: auto is not the same everywhere, and answers differ with it."""
+    from engine.device import Device  # here, because it loads torch
+
+    return str(Device.find(engine.device).dtype(model.dtype)).removeprefix("torch.")
 
 
 def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     """Dotted keys, so that a difference reads as the override that makes it. Prompt files count by their text."""
     return {
         **_keys("model", config.model),
+        "model.dtype": dtype_name(config.model, config.engine),
         "model.template_hash": tokenizer.template_hash,
         "engine.max_model_len": config.engine.max_model_len,
         "kv_cache.format": config.kv_cache.format,

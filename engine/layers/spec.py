@@ -49,8 +49,6 @@ class DecoderSpec:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
-    bos_token_id: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
 
     @property
     def attention_scale(self) -> float:

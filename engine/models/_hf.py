@@ -40,8 +40,6 @@ def decoder_spec(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,
-        bos_token_id=value(config, "bos_token_id", None),
-        eos_token_ids=_ids(value(config, "eos_token_id", None)),
     )
 
 
@@ -94,9 +92,3 @@ def _rope(config: Mapping[str, Any]) -> RopeSpec:
     except KeyError as missing:
         raise ValueError(f"model.path: config.json's {key} of type {kind} lacks {missing}") from None
     raise ValueError(f"model.path: config.json's {key} has type {kind!r}; default, linear and llama3 are served")
-
-
-def _ids(found: int | list[int] | None) -> tuple[int, ...]:
-    if found is None:
-        return ()
-    return (found,) if isinstance(found, int) else tuple(found)

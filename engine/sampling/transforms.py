@@ -19,8 +19,9 @@ from engine.sequence import Sequence
 
 # Below this a temperature picks the largest logit anyway; float32 could not hold the quotients.
 _MIN_TEMPERATURE = 1e-30
-# Ranks to look at first for top_p: nearly always they hold the mass asked for, and sorting the whole vocabulary is slow.
-_NUM_LEADING = 1024
+# Ranks that top_p looks at first; rows whose mass they do not hold look at 16 times as many, up to the vocabulary. They
+# nearly always hold it, and sorting a whole vocabulary is slow.
+_NUM_LEADING = 256
 
 
 def temperature(logits_RV: Tensor, temperature_R: Tensor) -> Tensor:
@@ -37,38 +38,43 @@ def min_p(logits_RV: Tensor, min_p_R: Tensor) -> Tensor:
 def top_k(logits_RV: Tensor, top_k_R: Tensor) -> Tensor:
     """Keep the ``top_k`` largest logits; ``top_k`` is at most the vocabulary's size."""
     ranked_RN = logits_RV.topk(int(top_k_R.max()), dim=-1).values
-    return _keep_leading(logits_RV, ranked_RN=ranked_RN, num_keep_R=top_k_R)
+    keep_RV = _leading(logits_RV, last_R=_at(ranked_RN, top_k_R - 1), num_keep_R=top_k_R)
+    return torch.where(keep_RV, logits_RV, -torch.inf)
 
 
 def top_p(logits_RV: Tensor, top_p_R: Tensor) -> Tensor:
     """Keep the fewest likeliest tokens whose probabilities sum to at least ``top_p`` (Holtzman et al. 2020)."""
-    vocab_size = logits_RV.shape[-1]
+    num_rows, vocab_size = logits_RV.shape
     logprobs_RV = torch.log_softmax(logits_RV, dim=-1)
-    ranked_RN = logprobs_RV.topk(min(_NUM_LEADING, vocab_size), dim=-1).values
-    num_keep_R = _num_to_reach(ranked_RN, mass_R=top_p_R)
-    if bool((num_keep_R > ranked_RN.shape[-1]).any()):
-        ranked_RN = logprobs_RV.sort(dim=-1, descending=True).values
-        num_keep_R = _num_to_reach(ranked_RN, mass_R=top_p_R).clamp(max=vocab_size)
-    keep = _keep_leading(logprobs_RV, ranked_RN=ranked_RN, num_keep_R=num_keep_R)
-    return logits_RV.masked_fill(keep == -torch.inf, -torch.inf)
+    num_keep_R = torch.zeros(num_rows, dtype=torch.int64, device=logits_RV.device)
+    last_R = torch.zeros(num_rows, device=logits_RV.device)
+    num_ranks = min(_NUM_LEADING, vocab_size)
+    while len(open_R := (num_keep_R == 0).nonzero().squeeze(1)) > 0:
+        ranked_RN = logprobs_RV[open_R].topk(num_ranks, dim=-1).values
+        mass_RN = ranked_RN.exp().cumsum(-1, dtype=torch.float64)
+        needed_R = (mass_RN < top_p_R[open_R, None]).sum(-1) + 1
+        if num_ranks == vocab_size:
+            needed_R = needed_R.clamp(max=vocab_size)  # rounding kept the whole mass under top_p
+        reached_R = needed_R <= num_ranks
+        num_keep_R[open_R[reached_R]] = needed_R[reached_R]
+        last_R[open_R[reached_R]] = _at(ranked_RN, needed_R.clamp(max=num_ranks) - 1)[reached_R]
+        num_ranks = min(16 * num_ranks, vocab_size)
+    return torch.where(_leading(logprobs_RV, last_R=last_R, num_keep_R=num_keep_R), logits_RV, -torch.inf)
 
 
-def _num_to_reach(ranked_logprobs_RN: Tensor, *, mass_R: Tensor) -> Tensor:
-    """How many leading ranks sum to at least ``mass``; N + 1 where all of them do not."""
-    mass_RN = ranked_logprobs_RN.exp().cumsum(-1, dtype=torch.float64)
-    return (mass_RN < mass_R[:, None]).sum(-1) + 1
+def _at(ranked_RN: Tensor, rank_R: Tensor) -> Tensor:
+    return ranked_RN.gather(-1, rank_R[:, None]).squeeze(1)
 
 
-def _keep_leading(scores_RV: Tensor, *, ranked_RN: Tensor, num_keep_R: Tensor) -> Tensor:
-    """-inf for all but the ``num_keep`` largest scores of each row, the lower id first among equal ones.
-
-    ``ranked_RN`` holds at least ``num_keep`` of the row's scores in falling order.
-    """
-    last_R1 = ranked_RN.gather(-1, num_keep_R[:, None] - 1)
-    above, level = scores_RV > last_R1, scores_RV == last_R1
-    num_level_R1 = num_keep_R[:, None] - above.sum(-1, keepdim=True)
-    keep = above | (level & (level.cumsum(-1, dtype=torch.int32) <= num_level_R1))
-    return scores_RV.masked_fill(~keep, -torch.inf)
+def _leading(scores_RV: Tensor, *, last_R: Tensor, num_keep_R: Tensor) -> Tensor:
+    """Where each row's ``num_keep`` largest scores are, of which ``last`` is the smallest; of equal ones the lower ids."""
+    last_R1 = last_R[:, None]
+    keep_RV = scores_RV >= last_R1
+    if bool((keep_RV.sum(-1, dtype=torch.int32) > num_keep_R).any()):
+        num_level_R = num_keep_R - (scores_RV > last_R1).sum(-1, dtype=torch.int32)
+        level_RV = scores_RV == last_R1
+        keep_RV &= ~level_RV | (level_RV.cumsum(-1, dtype=torch.int32) <= num_level_R[:, None])
+    return keep_RV
 
 
 class Transform(NamedTuple):

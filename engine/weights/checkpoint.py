@@ -95,10 +95,10 @@ def read_spec(config: ModelConfig) -> DecoderSpec:
 def folder_spec(folder: Path) -> DecoderSpec:
     """The architecture in a checkpoint folder."""
     config = read_json(folder / "config.json")
-    if "model_type" not in config:
+    if not config.get("model_type"):
         raise ValueError(f"model.path: {folder / 'config.json'} lacks model_type")
     family = plugins.load("engine.models", config["model_type"], key="model.path")
-    spec: DecoderSpec = family.spec(config | {"eos_token_id": end_token_ids(folder)})
+    spec: DecoderSpec = family.spec(config)
     return spec
 
 

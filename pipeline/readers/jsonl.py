@@ -70,8 +70,8 @@ class JsonlReader:
             with open_lines(self._paths[name], start=first.start) as stream:
                 position = first.start
                 for shard in itertools.chain([first], group):
-                    while position < shard.start:
-                        position += len(stream.readline())
+                    while position < shard.start and (raw := stream.readline()):
+                        position += len(raw)
                     lines = []
                     while position < shard.stop and (raw := stream.readline()):
                         position += len(raw)

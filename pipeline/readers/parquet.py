@@ -63,11 +63,11 @@ class ParquetReader:
         for name, of_file in itertools.groupby(shards, key=lambda shard: shard.file):
             with _open(self._paths[name]) as parquet:
                 for run in _contiguous(of_file):
+                    if parquet.metadata.num_rows < run[-1].stop:
+                        raise ValueError(f"{self._paths[name]}: the file changed while it was read: it has fewer rows than before")
                     batches = self._batches(parquet, row=run[0].start)
                     for shard in run:
                         table = pa.Table.from_batches(_take(batches, shard.num_rows), schema=self.schema).unify_dictionaries()
-                        if table.num_rows != shard.num_rows:
-                            raise ValueError(f"{self._paths[name]}: the file changed while it was read: it has fewer rows than before")
                         yield ShardRows(shard, table, _records(shard, table))
 
     def _batches(self, parquet: pq.ParquetFile, *, row: int) -> _Batches:

@@ -27,8 +27,10 @@ Ints = npt.NDArray[np.int64]
 
 # Reading a prefix once is worth its own products when it saves this many tokens' keys and values.
 _MIN_SAVED_TOKENS = 256
-# A row of a decode group may be padded by this share of the group's length; groups under this many rows are not split.
-_MAX_PADDING, _MIN_GROUP = 0.25, 8
+# Padding that a group of decodes may gather: reading these slots costs about what one more group costs.
+_MAX_PADDING_SLOTS = 512
+# A group of several decodes gathers at most this many slots: few enough for a core's cache to still hold them when read.
+_MAX_GROUP_SLOTS = 4096
 
 
 def refuse(spec: AttentionSpec) -> str | None:
@@ -172,10 +174,13 @@ def _num_shared_tokens(inputs: AttentionInputs, seqs: Ints) -> int:
 
 
 def _by_length(seqs: Ints, lengths: Ints) -> list[Ints]:
-    """Split a group, longest first, where the next row would hold too much padding."""
-    parts: list[list[int]] = [[]]
+    """Split a group, longest first, wherever the next row would bring too much padding or make the group too large."""
+    parts: list[list[int]] = []
+    longest = padding = 0
     for index in np.argsort(-lengths, kind="stable"):
-        if len(parts[-1]) >= _MIN_GROUP and lengths[index] < (1 - _MAX_PADDING) * lengths[parts[-1][0]]:
+        padding += longest - lengths[index]
+        if not parts or padding > _MAX_PADDING_SLOTS or (len(parts[-1]) + 1) * longest > _MAX_GROUP_SLOTS:
             parts.append([])
+            longest, padding = lengths[index], 0
         parts[-1].append(int(index))
     return [seqs[part] for part in parts]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-LENGTH = 150
+LENGTH = 135
 
 
-@pytest.fixture(scope="module", params=[(9, 3), (7, 1), (2, 2), (1, 1)], ids=str)
+@pytest.fixture(scope="module", params=[(9, 3), (7, 1), (1, 1)], ids=str)
 def alone(request, paged_world):
     """A maker of worlds with one same conversation, and its rows computed in one chunk."""
     heads = {"num_heads": request.param[0], "num_kv_heads": request.param[1]}

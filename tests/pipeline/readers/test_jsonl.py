@@ -270,9 +270,10 @@ def test_only_the_chosen_columns_are_read(tmp_path: Path) -> None:
         opened(tmp_path / "in.jsonl", columns=("prompt", "text"))
 
 
-def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
-    path = written(tmp_path, PLAIN)
-    reader = opened(path)
-    path.write_bytes(PLAIN.replace(b'"id": 1', b'"id": []'))
+@pytest.mark.parametrize("data", [PLAIN.replace(b'"id": 1', b'"id": []'), PLAIN[:20], b""])
+def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, data: bytes) -> None:
+    path = written(tmp_path, PLAIN * 2)
+    reader = opened(path, rows_per_shard=1)
+    path.write_bytes(data)
     with pytest.raises(ValueError, match=r"in\.jsonl: the file changed"):
-        read(reader)
+        list(reader.read([reader.shards[0], reader.shards[1], reader.shards[3]]))

@@ -150,3 +150,12 @@ def test_a_large_nested_row_group_is_streamed(tmp_path: Path) -> None:
             assert record.columns["messages"][0]["content"].startswith(f"{seen:06d}")
             seen += 1
     assert seen == 1000
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 100}), path)
+    reader = opened(path, rows_per_shard=10)
+    pq.write_table(pa.table({"prompt": ["a"] * 50}), path)
+    with pytest.raises(ValueError, match=r"in\.parquet: the file changed"):
+        list(reader.read(reader.shards[5:]))

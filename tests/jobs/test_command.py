@@ -1,0 +1,169 @@
+"""The installed command: exit codes, messages without tracebacks, nothing written outside the output folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+NOT_FOR_HELP = ("torch", "transformers", "hydra", "omegaconf", "pyarrow")
+
+
+def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(f"pagemill: {message}"), done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stdout == ""
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [row for part in sorted(folder.glob("part-*.arrow")) for row in pa.ipc.open_file(str(part)).read_all().to_pylist()]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], []])
+def test_help_is_there_at_once(words: list[str]) -> None:
+    code = (
+        f"import sys; from jobs.__main__ import main; assert main({words!r}) == 0; print([m for m in {NOT_FOR_HELP} if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert "kv_cache" in done.stdout
+    assert "sampling" in done.stdout
+
+
+def test_importing_the_engine_loads_no_torch() -> None:
+    code = (
+        "import sys, engine; engine.Engine, engine.Request, engine.Tokenizer; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_checked_configuration_needs_no_torch() -> None:
+    code = "import sys; from jobs._app import read_run; read_run(['input.path=x']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_configuration_is_shown_with_absolute_paths(pagemill: Any, tmp_path: Path) -> None:
+    done = pagemill("run", "input.path=in.jsonl", "sampling=greedy", "--cfg", "job")
+    assert done.returncode == 0
+    assert f"path: {tmp_path}/in.jsonl" in done.stdout
+    assert "temperature: 0.0" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["run", "input.path=in.jsonl", "engine.max_num_sequences=3"], "engine.max_num_sequences: unknown key"),
+        (["input.path=in.jsonl", "sampling.top_k=many"], "sampling.top_k: value 'many'"),
+        (["run", "input.path=in.jsonl", "modle=x"], "modle: unknown key, did you mean model?"),
+        (["run", "input.path=in.jsonl", "job=poem"], "job: there is no 'poem'; choose one of chat, generate"),
+        (["run", "input.path=in.jsonl", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this; quote"),
+        (["run"], "input.path: there is no value"),
+        (["walk", "input.path=in.jsonl"], "there is no command 'walk'; the commands are run, bench"),
+        (["-m", "seed=1,2"], "-m: sweeps are not there yet"),
+        (["run", "input.path=in.jsonl", "model.path=/no/such/model"], "model.path: there is no folder /no/such/model"),
+        (["run", "input.path=in.jsonl", "job.name=bench"], "job.name: 'bench' is a command and no job"),
+    ],
+)
+def test_refusal_is_one_line(pagemill: Any, tmp_path: Path, words: list[str], message: str) -> None:
+    refused(pagemill(*words), message)
+    assert list(tmp_path.iterdir()) == []
+
+
+class TestTinyModel:
+    """Whole runs of a model that is small enough to answer at once."""
+
+    @pytest.fixture
+    def words(self, tiny_model: str) -> list[str]:
+        return ["run", f"model.path={tiny_model}", "input.path=in.jsonl", "output.path=out", "sampling.max_tokens=3", "engine.threads=1"]
+
+    def test_missing_input(self, pagemill: Any, words: list[str]) -> None:
+        refused(pagemill(*words), "input.path: ")
+
+    def test_missing_prompt_file(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+        refused(pagemill(*words, "prompt.system_file=nothing.txt"), "prompt.system_file: ")
+
+    def test_job_generate_has_no_system_prompt(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+        refused(pagemill(*words, "job=generate", "prompt.system=kind"), "prompt.system: ")
+
+    def test_model_without_weights(self, pagemill: Any, tmp_path: Path, words: list[str], tiny_model: str) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+        shutil.copytree(tiny_model, tmp_path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+        done = pagemill(*words, "model.path=bare")
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith("pagemill: model.path: ")
+        assert "Traceback" not in done.stderr
+
+    def test_rows_come_out(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"id": "a", "prompt": "Hi"}\n{"id": "b", "prompt": "Ho"}\n')
+        done = pagemill(*words, "sampling.ignore_eos=true", "prompt.system=kind")
+        assert done.returncode == 0, done.stderr
+        rows = rows_of(tmp_path / "out")
+        assert [row["row_id"] for row in rows] == ["a", "b"]
+        assert [row["num_generated_tokens"] for row in rows] == [3, 3]
+        assert [row["num_prompt_tokens"] for row in rows] == [len("kind") + len("Hi") + 5] * 2
+        assert "2 rows: 2 ok, 0 with an error, 2 cut at their length limit" in done.stdout
+        assert f"answers: {tmp_path}/out/part-*.arrow" in done.stdout
+        assert "an answer has at most 3 tokens (sampling.max_tokens)" in done.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out"]
+        record = json.loads((tmp_path / "out" / "_run.json").read_text())
+        assert record["config"]["input"]["path"] == str(tmp_path / "in.jsonl")
+        assert record["config"]["output"]["path"] == str(tmp_path / "out")
+        assert record["fingerprint"]["model.dtype"] in ("float32", "bfloat16")
+
+    def test_failed_rows_give_3(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": ""}\nno json\n')
+        done = pagemill(*words)
+        assert done.returncode == 3, done.stderr
+        assert [row["error_code"] for row in rows_of(tmp_path / "out")] == [None, "empty_prompt", "bad_row"]
+        assert "3 rows: 1 ok, 2 with an error" in done.stdout
+        assert "Traceback" not in done.stderr
+
+    def test_other_settings_need_another_folder(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+        assert pagemill(*words).returncode == 0
+        again = pagemill(*words)
+        assert again.returncode == 0, again.stderr
+        assert "1 rows (1 of them from an earlier run)" in again.stdout
+        other = pagemill(*words, "sampling.top_k=5")
+        assert other.returncode == 2
+        assert "sampling.top_k" in other.stderr
+        assert "Traceback" not in other.stderr
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_a_signal_gives_75_and_the_next_run_goes_on(
+        self, pagemill: Any, command: str, tmp_path: Path, words: list[str], number: signal.Signals
+    ) -> None:
+        count = 60
+        (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Count to {i}."}}\n' for i in range(count)))
+        slow = [*words, "input.rows_per_shard=1", "engine.max_num_seqs=1", "sampling.ignore_eos=true", "sampling.max_tokens=20"]
+        with subprocess.Popen([command, *slow], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+            deadline = time.monotonic() + 120
+            while not list(tmp_path.glob("out/part-*.arrow")) and job.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            job.send_signal(number)
+            output, errors = job.communicate(timeout=60)
+        assert job.returncode == 75, errors
+        assert "Traceback" not in errors
+        assert "run the same command again" in errors
+        finished = len(list(tmp_path.glob("out/part-*.arrow")))
+        assert 1 <= finished < count
+        assert f"{finished} ok" in output
+        done = pagemill(*slow)
+        assert done.returncode == 0, done.stderr
+        assert f"{count} rows ({finished} of them from an earlier run): {count} ok" in done.stdout
+        assert [row["row_key"] for row in rows_of(tmp_path / "out")] == [f"in.jsonl:{i}" for i in range(count)]
