@@ -54,6 +54,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=tokenizer.eos_token_ids,
+        vocab_size=spec.vocab_size,
         vocabulary=tokenizer,
         stats=stats,
     )

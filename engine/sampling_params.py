@@ -28,8 +28,9 @@ class SamplingParams:
     stop text wins, wherever token borders fall, and is left out unless ``include_stop_str_in_output``. Nothing but
     ``max_tokens`` and the context's end stops before ``min_tokens`` tokens. ``ignore_eos`` goes on past end tokens.
 
-    ``logprobs`` asks for so many most likely tokens beside each drawn one. ``skip_special_tokens`` leaves control words
-    out of the text.
+    ``logprobs`` asks for so many most likely tokens beside each drawn one, ``logprob_token_ids`` for those tokens instead.
+    ``prompt_logprobs`` does the same for the prompt's tokens (0: their own probability only); with it ``max_tokens`` may
+    be 0, which scores the prompt and draws nothing. ``skip_special_tokens`` leaves control words out of the text.
 
     Raises:
         ValueError: a value is out of range; the message names the key.
@@ -51,6 +52,8 @@ class SamplingParams:
     max_tokens: int = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
@@ -66,18 +69,23 @@ class SamplingParams:
         check.real("frequency_penalty", low=-2.0, high=2.0)
         check.integer("n", low=1)
         check.integer("top_k", low=-1)
-        check.integer("max_tokens", low=1)
+        check.integer("max_tokens", low=1 if self.prompt_logprobs is None else 0)
         check.integer("min_tokens", low=0)
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"sampling.min_tokens: {self.min_tokens} is over sampling.max_tokens ({self.max_tokens})")
-        for key in ("seed", "logprobs"):
+        if self.max_tokens == 0 and self.n > 1:
+            raise ValueError(f"sampling.n: {self.n} samples of an answer that sampling.max_tokens=0 rules out")
+        if self.seed is not None:
+            check.integer("seed")
+        for key in ("logprobs", "prompt_logprobs"):
             if getattr(self, key) is not None:
-                check.integer(key, low=0 if key == "logprobs" else None)
+                check.integer(key, low=0)
         for key in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             check.flag(key)
         self._set("stop", check.texts("stop"))
         self._set("bad_words", check.texts("bad_words"))
         self._set("stop_token_ids", check.token_ids("stop_token_ids"))
+        self._set("logprob_token_ids", check.token_ids("logprob_token_ids"))
         if self.allowed_token_ids is not None:
             self._set("allowed_token_ids", check.token_ids("allowed_token_ids"))
             if not self.allowed_token_ids:

@@ -9,7 +9,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from engine.rules import Rules
-from engine.types import Request
+from engine.types import Draw, Request
 
 if TYPE_CHECKING:
     from engine.kv.radix import Node
@@ -39,10 +39,12 @@ class Sequence:
         "num_computed",
         "num_lost",
         "num_prompt",
+        "prompt_scores",
         "request",
         "rules",
         "sample_index",
         "tokens",
+        "top_logprobs",
         "watch",
     )
 
@@ -62,10 +64,28 @@ class Sequence:
         self.blocks: list[int] = []
         self.nodes: list[Node] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.prompt_scores: list[Draw] = []  # of the prompt's tokens from the second on, where they are asked for
 
     @property
     def num_pending(self) -> int:
-        return len(self.tokens) - self.num_computed
+        """Tokens left to compute before the next draw; a prompt that is only scored needs none for its last token."""
+        return len(self.tokens) - self.num_computed - (not self.draws)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is to be drawn at all, or the prompt is only scored."""
+        return self.request.sampling.max_tokens > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
+
+    def scores_in(self, start: int, num_tokens: int) -> range:
+        """Positions of the prompt tokens that computing these tokens gives a probability for and that have none yet."""
+        if not self.scores_prompt:
+            return range(0)
+        return range(len(self.prompt_scores) + 1, min(start + num_tokens + 1, self.num_prompt))
 
     @property
     def num_generated(self) -> int:
@@ -81,12 +101,16 @@ class Sequence:
         child = Sequence(self.request, max_len=self.max_len, rules=self.rules, watch=watch, sample_index=sample_index)
         child.tokens = self.tokens[:]
         child.logprobs = list(self.logprobs)
+        child.top_logprobs = list(self.top_logprobs)
+        child.prompt_scores = self.prompt_scores
         child.num_cached = self.num_cached
         return child
 
-    def append(self, token_id: int, logprob: float) -> None:
-        self.tokens.append(token_id)
-        self.logprobs.append(logprob)
+    def append(self, draw: Draw) -> None:
+        self.tokens.append(draw.token_id)
+        self.logprobs.append(draw.logprob)
+        if draw.top:
+            self.top_logprobs.append(draw.top)
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """The bytes of the int32 tokens of full block ``index``: the edge label in the radix tree."""

@@ -32,9 +32,11 @@ class Completion:
     """What became of one sample of a request; a request that fails gives one with ``sample_index`` 0, whatever n is.
 
     ``token_ids`` includes the token that ended it, ``text`` does not; it is None where the engine has no tokenizer.
-    ``logprobs`` has one natural-log probability a token, taken from the
-    model's plain distribution (before temperature and filters). ``stop_reason`` is the stop token's id, the stop text, ``"context"``
-    where the context's end cut the answer, else None. With ``finish_reason`` "error" the code and the message say why.
+    ``logprobs`` has one natural-log probability a token, taken from the model's plain distribution (before penalties,
+    temperature and filters), ``top_logprobs`` a token's (id, log probability) pairs that were asked for.
+    ``prompt_logprobs`` begins at the second prompt token: the first has no probability. ``stop_reason`` is the stop
+    token's id, the stop text, ``"context"`` where the context's end cut the answer, else None. With ``finish_reason``
+    "error" the code and the message say why.
     """
 
     request_id: str | int
@@ -42,6 +44,9 @@ class Completion:
     token_ids: tuple[int, ...] = ()
     text: str | None = None
     logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    prompt_logprobs: tuple[float, ...] | None = None
+    prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish_reason: FinishReason
     stop_reason: int | str | None = None
     num_prompt_tokens: int = 0
@@ -55,19 +60,24 @@ class Completion:
 
 
 class Chunk(NamedTuple):
-    """``num_tokens`` tokens of one sequence from position ``start`` on; ``samples`` where the last one draws a token."""
+    """``num_tokens`` tokens of one sequence from position ``start`` on.
+
+    ``samples`` where the last one draws ``seq.num_draws`` tokens; ``scores`` are the positions of the prompt tokens whose
+    probability is wanted, each read off the logits of the position before it.
+    """
 
     seq: Sequence
     start: int
     num_tokens: int
     samples: bool
+    scores: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the device does in one step: ``copies`` of whole blocks (from, to) before anything is written, then the chunks.
 
-    Decodes (one pending token) come first. A chunk that samples draws ``seq.num_draws`` tokens from its last logits.
+    Decodes (one pending token) come first.
     """
 
     chunks: tuple[Chunk, ...]
@@ -83,7 +93,11 @@ class StepPlan:
 
 
 class Draw(NamedTuple):
-    """One drawn token and its natural-log probability under the model's plain distribution."""
+    """One token, drawn or scored, and its natural-log probability under the model's plain distribution.
+
+    ``top`` has the (token id, log probability) pairs that the request asked for beside it.
+    """
 
     token_id: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()

@@ -50,16 +50,18 @@ class Sampler:
         if len(rows) > len(seqs):
             logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
         valid_MV = adjust(logits_MV[:, : self.num_valid_tokens], [row.seq for row in rows])
-        token_ids_M = valid_MV.argmax(-1)
+        token_ids_M = valid_MV.argmax(-1)  # of equal ones the first
         by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
         if by_chance:
             index_R = torch.tensor(by_chance, device=logits_MV.device)
             token_ids_M[index_R] = self._draw_by_chance(valid_MV[index_R], [rows[m] for m in by_chance])
-        logprobs_M = torch.log_softmax(logits_MV, dim=-1).gather(1, token_ids_M[:, None]).squeeze(1)
-        return [
-            Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob)
-            for token_id, logprob in zip(token_ids_M.tolist(), logprobs_M.tolist(), strict=True)
-        ]
+        params = [row.seq.request.sampling for row in rows]
+        return score(
+            logits_MV,
+            token_ids_M,
+            num_top=[p.logprobs or 0 for p in params],
+            extra_ids=[p.logprob_token_ids for p in params],
+        )
 
     def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row]) -> Tensor:
         """The first token id whose cumulative probability, in id order and float64, exceeds the row's uniform number."""
@@ -70,3 +72,25 @@ class Sampler:
         target_R1 = cumulative_RV[:, -1:] * torch.tensor(chance_R, dtype=torch.float64, device=logits_RV.device)[:, None]
         token_ids_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
         return token_ids_R.clamp(max=logits_RV.shape[-1] - 1)  # a row of NaN finds no place
+
+
+def score(logits_MV: Tensor, token_ids_M: Tensor, *, num_top: SequenceOf[int], extra_ids: SequenceOf[SequenceOf[int]] = ()) -> list[Draw]:
+    """The log-softmax of plain float32 logits [M, V] at one token a row, with what else each row asks for.
+
+    That is its ``num_top`` most likely tokens, the most likely first, or the tokens of ``extra_ids`` where it names some;
+    both are cut to the vocabulary. A row that holds NaN or +inf gives token id -1.
+    """
+    logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
+    logprobs = logprobs_MV.gather(1, token_ids_M[:, None]).squeeze(1).tolist()
+    tops: list[tuple[tuple[int, float], ...]] = [()] * len(logprobs)
+    for m, count in enumerate(num_top):
+        ids = [id_ for id_ in extra_ids[m] if id_ < logprobs_MV.shape[-1]] if extra_ids else []
+        if ids:
+            tops[m] = tuple(zip(ids, logprobs_MV[m, ids].tolist(), strict=True))
+        elif count:
+            values, indices = logprobs_MV[m].topk(min(count, logprobs_MV.shape[-1]))
+            tops[m] = tuple(zip(indices.tolist(), values.tolist(), strict=True))
+    return [
+        Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top)
+        for token_id, logprob, top in zip(token_ids_M.tolist(), logprobs, tops, strict=True)
+    ]

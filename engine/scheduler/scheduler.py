@@ -29,6 +29,7 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         max_model_len: most tokens of a prompt and its answer; also bounded by the pool.
         eos_token_ids: tokens that end an answer.
+        vocab_size: token ids from here on are unknown to the model.
         vocabulary: reads stop texts and writes the answers' text; without one completions have none.
     """
 
@@ -40,6 +41,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        vocab_size: int,
         vocabulary: Vocabulary | None = None,
         stats: Stats | None = None,
     ) -> None:
@@ -50,6 +52,7 @@ class Scheduler:
         self.max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = vocab_size
         self.vocabulary = vocabulary
         self.stats = stats or Stats()
         self.waiting = PrefixFirst()
@@ -71,13 +74,17 @@ class Scheduler:
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
             return _error(request, "empty_prompt", "the prompt has no tokens; give it some text")
-        if num_tokens >= self.max_len:
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.vocab_size:
+            return _error(request, "bad_row", f"a prompt token id is not in 0..{self.vocab_size - 1}, the model's vocabulary")
+        if num_tokens + min(1, request.sampling.max_tokens) > self.max_len:
             return _error(request, "too_long", self._too_long(num_tokens))
         max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
         try:
             rules = Rules.of(request.sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
         except ValueError as error:
             return _error(request, "bad_params", str(error))
+        if num_tokens == 1 and request.sampling.max_tokens == 0:
+            return Completion(request_id=request.id, finish_reason="length", num_prompt_tokens=1, prompt_logprobs=())
         self._samples[request.id] = []
         self.waiting.add(Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request)))
         return None
@@ -103,14 +110,18 @@ class Scheduler:
         broken: list[Sequence] = []
         for chunk in plan.chunks:
             seq = chunk.seq
+            scored = [queue.popleft() for _ in chunk.scores]
             drawn = [queue.popleft() for _ in range(seq.num_draws)] if chunk.samples else []
             seq.num_computed += chunk.num_tokens
-            if any(draw.token_id < 0 for draw in drawn):
+            if any(draw.token_id < 0 for draw in (*scored, *drawn)):
                 broken.append(seq)  # what it computed is nothing to share
                 continue
             self.kv.publish(seq)
+            seq.prompt_scores += scored
             if drawn:
                 advanced += self._append(seq, drawn)
+            elif seq.num_pending == 0:
+                advanced.append(seq)  # its prompt is scored and nothing is to be drawn
         assert not queue, "more draws than the plan asked for"
         self.stats.record_step(
             num_seqs=len(plan.chunks),
@@ -199,7 +210,7 @@ class Scheduler:
         forks = range(1, len(drawn))
         samples = [seq, *(seq.fork(sample_index=index, watch=self._watch(seq.rules, seq.request)) for index in forks)]
         for sample, draw in zip(samples, drawn, strict=True):
-            sample.append(*draw)
+            sample.append(draw)
         for child in samples[1:]:
             if len(self.running) < self.max_num_seqs:
                 self.kv.fork(seq, child)
@@ -229,6 +240,9 @@ class Scheduler:
             token_ids=tuple(seq.tokens[seq.num_prompt :]),
             text=None if self.vocabulary is None else answer_text(seq, reason, vocabulary=self.vocabulary),
             logprobs=tuple(seq.logprobs),
+            top_logprobs=tuple(seq.top_logprobs),
+            prompt_logprobs=tuple(score.logprob for score in seq.prompt_scores) if seq.scores_prompt else None,
+            prompt_top_logprobs=tuple(score.top for score in seq.prompt_scores if score.top),
             finish_reason=reason[0],
             stop_reason=reason[1],
             num_prompt_tokens=seq.num_prompt,
@@ -267,7 +281,8 @@ class Scheduler:
 
 
 def _chunk(seq: Sequence, num_tokens: int) -> Chunk:
-    return Chunk(seq, seq.num_computed, num_tokens, samples=num_tokens == seq.num_pending)
+    samples = seq.draws and num_tokens == seq.num_pending
+    return Chunk(seq, seq.num_computed, num_tokens, samples=samples, scores=seq.scores_in(seq.num_computed, num_tokens))
 
 
 def _error(request: Request, code: str, message: str) -> Completion:

@@ -63,6 +63,8 @@ def ending(seq: Sequence) -> Ending | None:
     beside the one that would stop.
     """
     sampling, token_id = seq.request.sampling, seq.tokens[-1]
+    if not seq.draws:
+        return "length", None
     armed = seq.num_generated > sampling.min_tokens
     if token_id in seq.rules.end_reasons and armed:
         return "stop", seq.rules.end_reasons[token_id]

@@ -45,7 +45,16 @@ class OracleRunner:
         for chunk in plan.chunks:
             for position in range(chunk.start + chunk.num_tokens):
                 assert self.slots[self._slot(chunk.seq, position)] == hashes[chunk.seq][position], "read a foreign slot"
-        return [self.draw(seq, hashes[seq][-1], i) for seq, _, _, _ in plan.sampling for i in range(seq.num_draws)]
+        results = []
+        for chunk in plan.chunks:
+            results += [Draw(chunk.seq.tokens[p], self.score(hashes[chunk.seq][p])) for p in chunk.scores]
+            if chunk.samples:
+                results += [self.draw(chunk.seq, hashes[chunk.seq][-1], i) for i in range(chunk.seq.num_draws)]
+        return results
+
+    @staticmethod
+    def score(prefix_hash: int) -> float:
+        return -float(prefix_hash % 89)
 
     def draw(self, seq, prefix_hash: int, index: int) -> Draw:
         """Like a seeded draw: it depends on the prefix and on which sample of the request it is for."""
@@ -67,6 +76,7 @@ class OracleEngine(Engine):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             eos_token_ids={EOS},
+            vocab_size=1000,
         )
         super().__init__(scheduler=scheduler, runner=OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size))
 
@@ -83,18 +93,20 @@ def oracle_engine() -> type[OracleEngine]:
 
 @pytest.fixture(scope="session")
 def answers_alone():
-    """What a request must get whatever else runs: for each sample the draws of its own prefix hashes, nothing more."""
+    """What a request must get whatever else runs: what its own prefix hashes give, nothing more."""
 
-    def answers(request, *, vocab_size: int = 7) -> list[tuple[int, ...]]:
+    def answers(request, *, vocab_size: int = 7) -> list[tuple[tuple[int, ...], tuple[float, ...] | None]]:
         device = OracleRunner(num_blocks=0, block_size=1, vocab_size=vocab_size)
-        return [_answer(device, Sequence(request, max_len=10_000, sample_index=i)) for i in range(request.sampling.n)]
+        scores = tuple(device.score(value) for value in prefix_hashes(request.prompt_token_ids)[1:])
+        samples = [Sequence(request, max_len=10_000, sample_index=i) for i in range(request.sampling.n)]
+        return [(_answer(device, seq), scores if seq.scores_prompt else None) for seq in samples]
 
     return answers
 
 
 def _answer(device: OracleRunner, seq: Sequence) -> tuple[int, ...]:
     while seq.num_generated < seq.request.sampling.max_tokens:
-        seq.append(*device.draw(seq, prefix_hashes(seq.tokens)[-1], 0))
+        seq.append(device.draw(seq, prefix_hashes(seq.tokens)[-1], 0))
         if seq.tokens[-1] == EOS:
             break
     return tuple(seq.tokens[seq.num_prompt :])

@@ -15,16 +15,17 @@ def workloads(draw):
     block_size = draw(st.integers(1, 5))
     max_num_seqs = draw(st.integers(1, 8))
     stems = draw(st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=14), min_size=1, max_size=3))
-    rows = draw(
-        st.lists(
-            st.tuples(st.sampled_from(stems), st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 3)),
-            min_size=1,
-            max_size=14,
-        )
-    )
+    tails = st.lists(st.integers(1, 4), min_size=1, max_size=8)
+    prompt_logprobs = st.sampled_from([None, None, 0])
+    row = st.tuples(st.sampled_from(stems), tails, st.integers(0, 12), st.integers(1, 3), prompt_logprobs)
+    rows = draw(st.lists(row.filter(lambda row: row[2] > 0 or (row[3] == 1 and row[4] is not None)), min_size=1, max_size=14))
     requests = [
-        Request(id=i, prompt_token_ids=[*stem, *tail], sampling=SamplingParams(max_tokens=max_tokens, n=n))
-        for i, (stem, tail, max_tokens, n) in enumerate(rows)
+        Request(
+            id=i,
+            prompt_token_ids=[*stem, 1, *tail],
+            sampling=SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=scored),
+        )
+        for i, (stem, tail, max_tokens, n, scored) in enumerate(rows)
     ]
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return requests, {
@@ -36,12 +37,13 @@ def workloads(draw):
     }
 
 
-def by_request(completions) -> dict[int, list[tuple[int, ...]]]:
-    answers: dict[int, list[tuple[int, ...]]] = {}
+def by_request(completions) -> dict:
+    """Request id -> for each sample its tokens and its prompt's log probabilities."""
+    answers: dict = {}
     for completion in completions:
         samples = answers.setdefault(completion.request_id, [])
         assert completion.sample_index == len(samples), "samples come in order"
-        samples.append(completion.token_ids)
+        samples.append((completion.token_ids, completion.prompt_logprobs))
     return answers
 
 
@@ -76,7 +78,7 @@ def test_scarce_pool_preempts_and_loses_nothing(oracle_engine, answers_alone, n)
     engine = oracle_engine(num_blocks=14, block_size=4)
     answers = by_request(engine.generate(requests))
     assert engine.stats.num_preemptions > 0
-    assert all(len(sample) == 40 for samples in answers.values() for sample in samples)
+    assert all(len(token_ids) == 40 for samples in answers.values() for token_ids, _ in samples)
     ample = oracle_engine(num_blocks=400, block_size=4)
     assert by_request(ample.generate(requests)) == answers
     assert ample.stats.num_preemptions == 0

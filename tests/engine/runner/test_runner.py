@@ -130,7 +130,7 @@ def test_chunked_prefill_and_decode_in_mixed_steps(bench):
             if chunk.samples:
                 draw = next(draws)
                 bench.check(draw, chunk.seq.tokens.tolist())
-                chunk.seq.append(*draw)
+                chunk.seq.append(draw)
         assert next(draws, None) is None
     assert min(seq.num_generated for seq in seqs) > 0
 

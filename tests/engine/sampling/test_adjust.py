@@ -6,6 +6,7 @@ from transformers import generation as hf
 
 from engine.rules import Rules
 from engine.sampling.adjust import adjust
+from engine.types import Draw
 
 VOCAB = 50
 
@@ -17,7 +18,7 @@ def logits():
 
 def test_repetition_penalty_is_transformers(row, logits):
     seq = row(position=3, repetition_penalty=1.3)
-    seq.append(40, -1.0)
+    seq.append(Draw(40, -1.0))
     expected = hf.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([seq.tokens.tolist()]), logits.clone())
     torch.testing.assert_close(adjust(logits, [seq]), expected)
 
@@ -25,7 +26,7 @@ def test_repetition_penalty_is_transformers(row, logits):
 def test_presence_and_frequency_count_the_answer_only(row, logits):
     seq = row(presence_penalty=0.5, frequency_penalty=0.25)
     for token_id in (9, 9, 30):
-        seq.append(token_id, -1.0)
+        seq.append(Draw(token_id, -1.0))
     expected = logits.clone()
     expected[0, 9] -= 0.5 + 2 * 0.25
     expected[0, 30] -= 0.5 + 0.25
@@ -50,7 +51,7 @@ def test_bad_words_are_never_completed(row, logits, answer, banned):
     seq = row(bad_words=["stands for the rules below"])
     seq.rules = Rules(bad_words=((5,), (6, 7), (6, 7, 8)))
     for token_id in answer:
-        seq.append(token_id, -1.0)
+        seq.append(Draw(token_id, -1.0))
     adjusted = adjust(logits, [seq])
     assert set(adjusted[0].isneginf().nonzero().flatten().tolist()) == banned
 

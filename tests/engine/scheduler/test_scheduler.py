@@ -55,6 +55,14 @@ def test_what_can_never_fit_is_refused_at_once(oracle_engine, num_tokens, code):
     assert all(done[i].finish_reason in ("stop", "length") for i in range(3))
 
 
+@pytest.mark.parametrize("token_id", [-1, 1000, 2**40])
+def test_a_token_id_that_the_model_lacks_is_refused(oracle_engine, token_id):
+    engine = oracle_engine(num_blocks=4, block_size=16)
+    refused = engine.submit(Request(id=0, prompt_token_ids=[1, token_id, 2]))
+    assert refused.error_code == "bad_row"
+    assert "999" in refused.error_message
+
+
 def test_a_refusal_for_the_pool_names_both_numbers(oracle_engine):
     engine = oracle_engine(num_blocks=4, block_size=16, max_model_len=4096)
     refused = engine.submit(Request(id=0, prompt_token_ids=[1] * 100))
