@@ -118,8 +118,10 @@ class Tokenizer:
         if self._template is None:
             raise ValueError("model.chat_template: the model has no chat template, which messages need; give one (text or a file)")
         hidden = [self._hide(message) for message in messages]
-        if continue_final_message and hidden:
-            hidden[-1] = hidden[-1] | {"content": f"{hidden[-1].get('content') or ''}{self._control.end}"}
+        if continue_final_message:
+            if not hidden or not isinstance(hidden[-1].get("content"), str):
+                raise ChatTemplateError("there is no last message with text to continue")
+            hidden[-1] |= {"content": hidden[-1]["content"] + self._control.end}
         text = self._template.render(
             hidden,
             add_generation_prompt=add_generation_prompt and not continue_final_message,

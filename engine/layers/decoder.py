@@ -7,10 +7,10 @@ Shape suffixes: T tokens of the step, M rows that sample, E hidden size, V vocab
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.layers.attention import Attend, SelfAttention
+from engine.layers.embedding import Embedding
 from engine.layers.linear import Linear
 from engine.layers.mlp import GatedMLP
 from engine.layers.norm import RMSNorm
@@ -45,7 +45,7 @@ class Decoder(nn.Module):
     def __init__(self, spec: DecoderSpec, *, batch_invariant: bool = False) -> None:
         super().__init__()
         self.spec = spec
-        self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size, device="meta")
+        self.embed_tokens = Embedding(spec.vocab_size, spec.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(spec, layer=i, batch_invariant=batch_invariant) for i in range(spec.num_layers))
         self.norm = RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.rotary = RotaryTable(spec.rope, head_dim=spec.head_dim, max_position=spec.max_position_embeddings)
@@ -56,7 +56,7 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
         """ids and positions, int [T] -> hidden states [T, E], the final norm applied."""
-        hidden_TE = F.embedding(token_ids_T, self.embed_tokens.weight)
+        hidden_TE = self.embed_tokens(token_ids_T)
         cos_sin = self.rotary(positions_T, dtype=hidden_TE.dtype)
         for layer in self.layers:
             hidden_TE = layer(hidden_TE, cos_sin, attend)

@@ -237,6 +237,14 @@ def test_messages_without_text_are_refused(chat):
         _toy(chat_template=CHATML).encode_chat(chat)
 
 
+@pytest.mark.parametrize(
+    "chat", [[], [{"role": "assistant", "content": None}], [{"role": "assistant", "content": [{"text": "x"}]}]], ids=str
+)
+def test_only_text_can_be_continued(chat):
+    with pytest.raises(ChatTemplateError, match="no last message with text"):
+        _toy(chat_template=CHATML).encode_chat(chat, continue_final_message=True)
+
+
 def test_null_beside_tool_calls_is_an_empty_turn():
     tokenizer = _toy(chat_template=CHATML)
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "w", "arguments": "{}"}}]}
