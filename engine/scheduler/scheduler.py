@@ -11,8 +11,9 @@ from collections.abc import Collection, Sequence as SequenceOf
 
 from engine.kv.manager import BlockManager, Edge
 from engine.rules import Rules, Vocabulary
+from engine.scheduler.answers import answer, error
 from engine.scheduler.policy import PrefixFirst
-from engine.scheduler.stopping import Ending, TextWatch, answer_text, ending
+from engine.scheduler.stopping import TextWatch, ending
 from engine.sequence import Sequence
 from engine.stats import Stats
 from engine.types import Chunk, Completion, Draw, Request, StepPlan
@@ -73,16 +74,16 @@ class Scheduler:
             raise ValueError(f"request id {request.id!r} is in flight already; ids must differ")
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
-            return _error(request, "empty_prompt", "the prompt has no tokens; give it some text")
+            return error(request, "empty_prompt", "the prompt has no tokens; give it some text")
         if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.vocab_size:
-            return _error(request, "bad_row", f"a prompt token id is not in 0..{self.vocab_size - 1}, the model's vocabulary")
+            return error(request, "bad_row", f"a prompt token id is not in 0..{self.vocab_size - 1}, the model's vocabulary")
         if num_tokens + min(1, request.sampling.max_tokens) > self.max_len:
-            return _error(request, "too_long", self._too_long(num_tokens))
+            return error(request, "too_long", self._too_long(num_tokens))
         max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
         try:
             rules = Rules.of(request.sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
-        except ValueError as error:
-            return _error(request, "bad_params", str(error))
+        except ValueError as refusal:
+            return error(request, "bad_params", str(refusal))
         if num_tokens == 1 and request.sampling.max_tokens == 0:
             return Completion(request_id=request.id, finish_reason="length", num_prompt_tokens=1, prompt_logprobs=())
         self._samples[request.id] = []
@@ -228,26 +229,10 @@ class Scheduler:
             return []
         self._drop(seq)
         samples = self._samples[seq.request.id]
-        samples.append(self._completion(seq, reason))
+        samples.append(answer(seq, reason, vocabulary=self.vocabulary))
         if len(samples) < seq.request.sampling.n:
             return []
         return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
-
-    def _completion(self, seq: Sequence, reason: Ending) -> Completion:
-        return Completion(
-            request_id=seq.request.id,
-            sample_index=seq.sample_index,
-            token_ids=tuple(seq.tokens[seq.num_prompt :]),
-            text=None if self.vocabulary is None else answer_text(seq, reason, vocabulary=self.vocabulary),
-            logprobs=tuple(seq.logprobs),
-            top_logprobs=tuple(seq.top_logprobs),
-            prompt_logprobs=tuple(score.logprob for score in seq.prompt_scores) if seq.scores_prompt else None,
-            prompt_top_logprobs=tuple(score.top for score in seq.prompt_scores if score.top),
-            finish_reason=reason[0],
-            stop_reason=reason[1],
-            num_prompt_tokens=seq.num_prompt,
-            num_cached_tokens=seq.num_cached or 0,
-        )
 
     def _watch(self, rules: Rules, request: Request) -> TextWatch | None:
         if not rules.stop:
@@ -259,7 +244,7 @@ class Scheduler:
 
     def _fail(self, seq: Sequence) -> Completion:
         self.abort(seq.request.id)
-        return _error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
+        return error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
 
     def _drop(self, seq: Sequence) -> None:
         if seq in self.running:
@@ -283,13 +268,3 @@ class Scheduler:
 def _chunk(seq: Sequence, num_tokens: int) -> Chunk:
     samples = seq.draws and num_tokens == seq.num_pending
     return Chunk(seq, seq.num_computed, num_tokens, samples=samples, scores=seq.scores_in(seq.num_computed, num_tokens))
-
-
-def _error(request: Request, code: str, message: str) -> Completion:
-    return Completion(
-        request_id=request.id,
-        finish_reason="error",
-        num_prompt_tokens=len(request.prompt_token_ids),
-        error_code=code,
-        error_message=message,
-    )

@@ -1,4 +1,4 @@
-"""When a sequence is finished, what to call it, and the text of its answer.
+"""When a sequence is finished and what to call it.
 
 Looks at a sequence's tokens and its rules; it does not know blocks or the queue.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 
-from engine.rules import Decoder, Vocabulary
+from engine.rules import Decoder
 from engine.sequence import Sequence
 from engine.types import FinishReason
 
@@ -75,15 +75,3 @@ def ending(seq: Sequence) -> Ending | None:
     if len(seq.tokens) >= seq.max_len:
         return "length", "context"
     return None
-
-
-def answer_text(seq: Sequence, reason: Ending, *, vocabulary: Vocabulary) -> str:
-    """The answer as text, without the token that ended it; with ``include_stop_str_in_output`` a stop text stays."""
-    sampling = seq.request.sampling
-    finish_reason, stop_reason = reason
-    if seq.watch is not None:
-        text = seq.watch.finish()
-        met_as_token = finish_reason == "stop" and seq.tokens[-1] in seq.rules.end_reasons
-        return text + stop_reason if met_as_token and isinstance(stop_reason, str) and sampling.include_stop_str_in_output else text
-    end = len(seq.tokens) - (finish_reason == "stop")
-    return vocabulary.decode(seq.tokens[seq.num_prompt : end].tolist(), skip_special_tokens=sampling.skip_special_tokens)
