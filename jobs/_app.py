@@ -14,12 +14,10 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn, TypeVar, cast
 
-from omegaconf import OmegaConf
-
 from engine import Engine, SamplingParams, Tokenizer, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
-from jobs._schema import RunConfig, absolute, schema_of, typed
+from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 from pipeline import Job, PromptOptions, Summary, run
 from pipeline.ledger import Resume
 
@@ -138,7 +136,7 @@ def _tell(summary: Summary) -> None:
 
 
 def _show(overrides: list[str]) -> int:
-    print(OmegaConf.to_yaml(OmegaConf.structured(read_run(overrides))))
+    print(as_yaml(read_run(overrides)))
     return OK
 
 
