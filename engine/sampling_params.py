@@ -32,6 +32,13 @@ class SamplingParams:
     ``prompt_logprobs`` does the same for the prompt's tokens (0: their own probability only); with it ``max_tokens`` may
     be 0, which scores the prompt and draws nothing. ``skip_special_tokens`` leaves control words out of the text.
 
+    Beams: ``num_beams`` over 1 searches for the answer of the highest score, which is the sum of its tokens' log
+    probabilities / (number of tokens, end token included) ** ``length_penalty``; the ``n`` best come back, the best first.
+    ``early_stopping`` says when to stop once there are ``num_beams`` finished answers: True at once, False when the best
+    open beam would not beat the worst of them if it ended here, "never" when it could not with any further length.
+    Penalties, biases and bans change the log probabilities without normalising them again. Beams draw nothing, so
+    ``temperature`` must be 0, and end at tokens only, so ``stop`` must be empty.
+
     Raises:
         ValueError: a value is out of range; the message names the key.
     """
@@ -58,6 +65,9 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     skip_special_tokens: bool = True
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
 
     def __post_init__(self) -> None:
         check = _Checker(self)
@@ -91,6 +101,23 @@ class SamplingParams:
             if not self.allowed_token_ids:
                 raise ValueError("sampling.allowed_token_ids: an empty list allows nothing; leave it out to allow all")
         self._set("logit_bias", check.bias("logit_bias"))
+        self._check_beams(check)
+
+    def _check_beams(self, check: _Checker) -> None:
+        check.integer("num_beams", low=1)
+        check.real("length_penalty", low=-10.0, high=10.0)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise ValueError(f'sampling.early_stopping: {self.early_stopping!r} is not true, false or "never"')
+        if not self.uses_beams:
+            return
+        if not self.greedy:
+            raise ValueError(f"sampling.temperature: {self.temperature:g} draws by chance, which beams do not; set it to 0 with num_beams")
+        if self.n > self.num_beams:
+            raise ValueError(f"sampling.n: {self.n} answers are more than sampling.num_beams ({self.num_beams})")
+        if self.stop:
+            raise ValueError("sampling.stop: beams end at tokens only; use stop_token_ids, or leave out num_beams")
+        if self.max_tokens == 0:
+            raise ValueError(f"sampling.num_beams: {self.num_beams} beams of an answer that sampling.max_tokens=0 rules out")
 
     def _set(self, key: str, value: Any) -> None:
         object.__setattr__(self, key, value)
@@ -98,6 +125,10 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def uses_beams(self) -> bool:
+        return self.num_beams > 1
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, defaults: SamplingParams | None = None) -> SamplingParams:

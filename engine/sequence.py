@@ -13,6 +13,7 @@ from engine.types import Draw, Request
 
 if TYPE_CHECKING:
     from engine.kv.radix import Node
+    from engine.scheduler.beams import Beams
     from engine.scheduler.stopping import TextWatch
 
 
@@ -28,9 +29,11 @@ class Sequence:
         rules: what ends it and what may not appear, in token ids.
         watch: looks for stop texts in its answer; None where there are none.
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
+        beams: the search that it is a beam of; None for a plain sample.
     """
 
     __slots__ = (
+        "beams",
         "blocks",
         "logprobs",
         "max_len",
@@ -55,6 +58,7 @@ class Sequence:
         self.rules = rules or Rules()
         self.watch = watch
         self.sample_index = sample_index
+        self.beams: Beams | None = None
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len
@@ -93,17 +97,30 @@ class Sequence:
 
     @property
     def num_draws(self) -> int:
-        """Tokens to draw from this sequence's next logits: all samples of a request start from the prompt's."""
-        return self.request.sampling.n if self.num_generated == 0 else 1
+        """Tokens to draw from this sequence's next logits: all samples of a request start from the prompt's.
 
-    def fork(self, *, sample_index: int, watch: TextWatch | None) -> Sequence:
-        """A sample with the same tokens so far, which holds no blocks yet."""
+        Of a beam that is its best candidates: if all its end tokens are among them, ``num_beams`` others are left.
+        """
+        sampling = self.request.sampling
+        if sampling.uses_beams:
+            return sampling.num_beams + len(self.rules.end_reasons)
+        return sampling.n if self.num_generated == 0 else 1
+
+    @property
+    def num_places(self) -> int:
+        """Places among the running sequences that it takes: a search keeps those of all its beams from the start."""
+        sampling = self.request.sampling
+        return sampling.num_beams if self.num_generated == 0 else 1
+
+    def fork(self, *, sample_index: int = 0, watch: TextWatch | None = None) -> Sequence:
+        """A sample or a beam with the same tokens so far, which holds no blocks yet."""
         child = Sequence(self.request, max_len=self.max_len, rules=self.rules, watch=watch, sample_index=sample_index)
         child.tokens = self.tokens[:]
         child.logprobs = list(self.logprobs)
         child.top_logprobs = list(self.top_logprobs)
         child.prompt_scores = self.prompt_scores
         child.num_cached = self.num_cached
+        child.beams = self.beams
         return child
 
     def append(self, draw: Draw) -> None:

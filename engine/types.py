@@ -36,7 +36,7 @@ class Completion:
     temperature and filters), ``top_logprobs`` a token's (id, log probability) pairs that were asked for.
     ``prompt_logprobs`` begins at the second prompt token: the first has no probability. ``stop_reason`` is the stop
     token's id, the stop text, ``"context"`` where the context's end cut the answer, else None. With ``finish_reason``
-    "error" the code and the message say why.
+    "error" the code and the message say why. ``beam_score`` is what beams are ranked by, None without beams.
     """
 
     request_id: str | int
@@ -49,6 +49,7 @@ class Completion:
     prompt_top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
     finish_reason: FinishReason
     stop_reason: int | str | None = None
+    beam_score: float | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     error_code: str | None = None
@@ -95,9 +96,11 @@ class StepPlan:
 class Draw(NamedTuple):
     """One token, drawn or scored, and its natural-log probability under the model's plain distribution.
 
-    ``top`` has the (token id, log probability) pairs that the request asked for beside it.
+    ``top`` has the (token id, log probability) pairs that the request asked for beside it. A beam's candidate has in
+    ``adjusted_logprob`` what penalties, biases and bans make of its log probability.
     """
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    adjusted_logprob: float = 0.0

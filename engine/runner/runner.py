@@ -16,7 +16,8 @@ from engine.attention.backend import AttentionBackend
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.runner.batch import Batch, build_batch
-from engine.sampling.sampler import Sampler, score
+from engine.sampling.logprobs import score
+from engine.sampling.sampler import Sampler
 from engine.stats import Stats
 from engine.types import Draw, StepPlan
 

@@ -8,14 +8,15 @@ Shape suffixes: M rows to draw for, R of them that are not greedy, V vocabulary.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.sampling.adjust import adjust
+from engine.sampling.logprobs import candidates, score
 from engine.sampling.rng import uniform
 from engine.sampling.transforms import transform
 from engine.sequence import Sequence
@@ -44,8 +45,19 @@ class Sampler:
 
         The draws of one row are for the sequence's own sample and those that fork from it, by sample index. A
         draw's logprob is the log-softmax of the plain logits, over all V, at the drawn token. Of equal largest logits the
-        lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone.
+        lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone. The draws of a
+        beam are its candidates, the best first.
         """
+        of_beams = [m for m, seq in enumerate(seqs) if seq.request.sampling.uses_beams]
+        if not of_beams:
+            return self._draw(logits_MV, seqs)
+        of_samples = [m for m, seq in enumerate(seqs) if not seq.request.sampling.uses_beams]
+        ranked = candidates(logits_MV[of_beams], [seqs[m] for m in of_beams], num_valid_tokens=self.num_valid_tokens)
+        drawn = iter(self._draw(logits_MV[of_samples], [seqs[m] for m in of_samples]) if of_samples else [])
+        draws_of_beams = dict(zip(of_beams, ranked, strict=True))
+        return [draw for m, seq in enumerate(seqs) for draw in draws_of_beams.get(m) or islice(drawn, seq.num_draws)]
+
+    def _draw(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
         rows = [_Row(seq, seq.sample_index + index) for seq in seqs for index in range(seq.num_draws)]
         if len(rows) > len(seqs):
             logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
@@ -72,25 +84,3 @@ class Sampler:
         target_R1 = cumulative_RV[:, -1:] * torch.tensor(chance_R, dtype=torch.float64, device=logits_RV.device)[:, None]
         token_ids_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
         return token_ids_R.clamp(max=logits_RV.shape[-1] - 1)  # a row of NaN finds no place
-
-
-def score(logits_MV: Tensor, token_ids_M: Tensor, *, num_top: SequenceOf[int], extra_ids: SequenceOf[SequenceOf[int]] = ()) -> list[Draw]:
-    """The log-softmax of plain float32 logits [M, V] at one token a row, with what else each row asks for.
-
-    That is its ``num_top`` most likely tokens, the most likely first, or the tokens of ``extra_ids`` where it names some;
-    both are cut to the vocabulary. A row that holds NaN or +inf gives token id -1.
-    """
-    logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
-    logprobs = logprobs_MV.gather(1, token_ids_M[:, None]).squeeze(1).tolist()
-    tops: list[tuple[tuple[int, float], ...]] = [()] * len(logprobs)
-    for m, count in enumerate(num_top):
-        ids = [id_ for id_ in extra_ids[m] if id_ < logprobs_MV.shape[-1]] if extra_ids else []
-        if ids:
-            tops[m] = tuple(zip(ids, logprobs_MV[m, ids].tolist(), strict=True))
-        elif count:
-            values, indices = logprobs_MV[m].topk(min(count, logprobs_MV.shape[-1]))
-            tops[m] = tuple(zip(indices.tolist(), values.tolist(), strict=True))
-    return [
-        Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top)
-        for token_id, logprob, top in zip(token_ids_M.tolist(), logprobs, tops, strict=True)
-    ]

@@ -5,8 +5,11 @@ Knows sequences and the tokenizer; when a sequence is finished is decided elsewh
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.rules import Vocabulary
-from engine.scheduler.stopping import Ending
+from engine.scheduler.beams import Beams
+from engine.scheduler.stopping import Ending, ending
 from engine.sequence import Sequence
 from engine.types import Completion, Request
 
@@ -27,6 +30,20 @@ def answer(seq: Sequence, reason: Ending, *, vocabulary: Vocabulary | None) -> C
         num_prompt_tokens=seq.num_prompt,
         num_cached_tokens=seq.num_cached or 0,
     )
+
+
+def beam_answers(beams: Beams, *, vocabulary: Vocabulary | None) -> list[Completion]:
+    """The ``n`` best answers of a search that is done, the best first; an error where so many are not possible."""
+    num_wanted = beams.request.sampling.n
+    if len(beams.finished) < num_wanted:
+        message = f"sampling.n: {num_wanted} answers asked for; the other settings leave {len(beams.finished)} that are possible"
+        return [error(beams.request, "bad_params", message)]
+    completions = []
+    for rank, (score, seq) in enumerate(beams.finished[:num_wanted]):
+        reason = ending(seq)
+        assert reason is not None, "finished without a reason"
+        completions.append(replace(answer(seq, reason, vocabulary=vocabulary), sample_index=rank, beam_score=score))
+    return completions
 
 
 def error(request: Request, code: str, message: str) -> Completion:

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence as SequenceOf
 
 from engine.kv.manager import BlockManager, Edge
 from engine.rules import Rules, Vocabulary
-from engine.scheduler.answers import answer, error
+from engine.scheduler.answers import answer, beam_answers, error
+from engine.scheduler.beams import Beams
 from engine.scheduler.policy import PrefixFirst
 from engine.scheduler.stopping import TextWatch, ending
 from engine.sequence import Sequence
@@ -79,15 +80,14 @@ class Scheduler:
             return error(request, "bad_row", f"a prompt token id is not in 0..{self.vocab_size - 1}, the model's vocabulary")
         if num_tokens + min(1, request.sampling.max_tokens) > self.max_len:
             return error(request, "too_long", self._too_long(num_tokens))
-        max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
         try:
-            rules = Rules.of(request.sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
+            seq = self._sequence(request)
         except ValueError as refusal:
             return error(request, "bad_params", str(refusal))
         if num_tokens == 1 and request.sampling.max_tokens == 0:
             return Completion(request_id=request.id, finish_reason="length", num_prompt_tokens=1, prompt_logprobs=())
         self._samples[request.id] = []
-        self.waiting.add(Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request)))
+        self.waiting.add(seq)
         return None
 
     def schedule(self) -> StepPlan:
@@ -108,18 +108,22 @@ class Scheduler:
         """
         queue = deque(draws)
         advanced: list[Sequence] = []
-        broken: list[Sequence] = []
+        searches: dict[Beams, None] = {}
+        broken: dict[str | int, Sequence] = {}
         for chunk in plan.chunks:
             seq = chunk.seq
             scored = [queue.popleft() for _ in chunk.scores]
             drawn = [queue.popleft() for _ in range(seq.num_draws)] if chunk.samples else []
             seq.num_computed += chunk.num_tokens
             if any(draw.token_id < 0 for draw in (*scored, *drawn)):
-                broken.append(seq)  # what it computed is nothing to share
+                broken[seq.request.id] = seq  # what it computed is nothing to share
                 continue
             self.kv.publish(seq)
             seq.prompt_scores += scored
-            if drawn:
+            if drawn and seq.beams is not None:
+                seq.beams.offer(seq, drawn)
+                searches[seq.beams] = None
+            elif drawn:
                 advanced += self._append(seq, drawn)
             elif seq.num_pending == 0:
                 advanced.append(seq)  # its prompt is scored and nothing is to be drawn
@@ -131,7 +135,12 @@ class Scheduler:
             num_stored=self.kv.num_stored(self.running),
             block_size=self.kv.block_size,
         )
-        return [self._fail(seq) for seq in broken] + [done for seq in advanced for done in self._finish(seq)]
+        done = [self._fail(seq) for seq in broken.values()]
+        for seq in advanced:
+            done += self._finish(seq)
+        for beams in searches:
+            done += self._search_on(beams)
+        return done
 
     def abort(self, request_id: str | int) -> bool:
         """Forget a request wherever it is; all its blocks come back. False where it is unknown or finished."""
@@ -140,6 +149,11 @@ class Scheduler:
         for seq in [seq for seq in (*self.running, *self.waiting) if seq.request.id == request_id]:
             self._drop(seq)
         return True
+
+    @property
+    def _num_free_places(self) -> int:
+        """Sequences that may start to run; a search keeps the places that its beams will need."""
+        return self.max_num_seqs - sum(seq.num_places for seq in self.running)
 
     def _grant_budget(self) -> dict[Sequence, int]:
         """Tokens for each running sequence: one for everybody, so that all go on; prefills share the rest, oldest first."""
@@ -172,11 +186,11 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        if budget == 0 or len(self.running) >= self.max_num_seqs or not len(self.waiting):
+        if budget == 0 or self._num_free_places <= 0 or not len(self.waiting):
             return chunks
         in_flight = {edge for seq in self.running if (edge := self.kv.next_edge(seq)) is not None}
         for seq in self.waiting.candidates(limit=_SCAN_FACTOR * self.max_num_seqs):
-            if budget == 0 or len(self.running) >= self.max_num_seqs:
+            if budget == 0 or self._num_free_places < seq.num_places:
                 break
             prefix = self.kv.match(seq)
             if self._twin_is_computing(self.kv.edge_after(seq, prefix), in_flight):
@@ -212,15 +226,46 @@ class Scheduler:
         samples = [seq, *(seq.fork(sample_index=index, watch=self._watch(seq.rules, seq.request)) for index in forks)]
         for sample, draw in zip(samples, drawn, strict=True):
             sample.append(draw)
-        for child in samples[1:]:
-            if len(self.running) < self.max_num_seqs:
+        self._branch(seq, samples)
+        self.stats.num_generated_tokens += len(drawn)
+        return samples
+
+    def _branch(self, seq: Sequence, branch: list[Sequence]) -> None:
+        """Let ``seq`` go on as ``branch``, itself and forks of it: these share its blocks, or wait for a place."""
+        runs = seq in self.running
+        for child in branch[1:] if runs else branch:
+            if runs and self._num_free_places > 0:
                 self.kv.fork(seq, child)
                 self.running.append(child)
             else:
-                child.num_lost = seq.num_computed
+                child.num_lost = len(child.tokens) - 1
                 self.waiting.resume(child)
-        self.stats.num_generated_tokens += len(drawn)
-        return samples
+
+    def _search_on(self, beams: Beams) -> list[Completion]:
+        """Let ``beams`` pick when the last one has its candidates; gives the answers when the search is over.
+
+        Until then those that wait hold neither blocks nor places, or the others might never find any.
+        """
+        if beams.request.id not in self._samples:
+            return []
+        if not beams.is_complete:
+            self._let_go(beams.ready)
+            return []
+        branches = beams.pick()
+        self._let_go([beam for beam, branch in branches.items() if not branch])
+        for beam, branch in branches.items():
+            self._branch(beam, branch)
+        if not beams.is_done:
+            return []
+        del self._samples[beams.request.id]
+        answers = beam_answers(beams, vocabulary=self.vocabulary)
+        self.stats.num_generated_tokens += sum(len(completion.token_ids) for completion in answers)
+        return answers
+
+    def _let_go(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if seq in self.running:
+                self._drop(seq)
 
     def _finish(self, seq: Sequence) -> list[Completion]:
         """The completions of ``seq``'s request if its newest token ended it and it was the last sample, else nothing."""
@@ -233,6 +278,22 @@ class Scheduler:
         if len(samples) < seq.request.sampling.n:
             return []
         return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
+
+    def _sequence(self, request: Request) -> Sequence:
+        """Raises ValueError where the request's settings do not go with this engine; the message names the key."""
+        sampling = request.sampling
+        rules = Rules.of(sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
+        max_len = min(len(request.prompt_token_ids) + sampling.max_tokens, self.max_len)
+        seq = Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request))
+        if sampling.uses_beams:
+            if seq.num_places > self.max_num_seqs:
+                raise ValueError(f"sampling.num_beams: {sampling.num_beams} is over engine.max_num_seqs ({self.max_num_seqs})")
+            if seq.num_draws > self.vocab_size:
+                raise ValueError(
+                    f"sampling.num_beams: {sampling.num_beams} beams choose among {seq.num_draws} tokens, the model has {self.vocab_size}"
+                )
+            seq.beams = Beams(seq)
+        return seq
 
     def _watch(self, rules: Rules, request: Request) -> TextWatch | None:
         if not rules.stop:
