@@ -63,12 +63,17 @@ def compose(name: str, overrides: list[str], *, kind: type[T]) -> T:
 
 
 def read_run(overrides: list[str]) -> RunConfig:
-    """The configuration of one run, with absolute paths; refused as ``compose`` does."""
+    """The configuration of one run, with absolute paths; refused as ``compose`` does.
+
+    Log probabilities that the sampling asks for get their columns without ``output.logprobs``.
+    """
     config = compose("config", overrides, kind=RunConfig)
+    asked = config.sampling.logprobs, config.sampling.prompt_logprobs, config.sampling.logprob_token_ids or None
+    logprobs = config.output.logprobs or any(value is not None for value in asked)
     return replace(
         config,
         input=replace(config.input, path=absolute(config.input.path)),
-        output=replace(config.output, path=absolute(config.output.path)),
+        output=replace(config.output, path=absolute(config.output.path), logprobs=logprobs),
     )
 
 
@@ -91,7 +96,7 @@ def _run(config: RunConfig) -> int:
 
     def load_engine() -> Engine:
         nonlocal engine
-        _say(f"{config.name}: an answer has at most {config.sampling.max_tokens} tokens (sampling.max_tokens)")
+        _say(f"{config.name}: {job.announcement}")
         engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
         return engine
 

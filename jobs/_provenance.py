@@ -51,6 +51,8 @@ def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "prompt.system": config.prompt.text("system"),
         "prompt.template": config.prompt.text("template"),
         "prompt.messages_column": config.prompt.messages_column,
+        "prompt.control_words": config.prompt.control_words,
+        "prompt.continue_final_message": config.prompt.continue_final_message,
         "input.columns": config.input.columns,
         "output.format": config.output.format,
         "output.prefix": config.output.prefix,

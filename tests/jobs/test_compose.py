@@ -132,6 +132,20 @@ def test_lists_and_mappings_arrive_typed(override: str, key: str, value: object)
     assert getattr(read_run(["input.path=rows.jsonl", override]).sampling, key) == value
 
 
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("sampling.logprobs=2", True),
+        ("sampling.logprob_token_ids=[5]", True),
+        ("sampling.prompt_logprobs=0", True),
+        ("output.logprobs=true", True),
+        ("sampling.top_k=2", False),
+    ],
+)
+def test_log_probabilities_that_are_asked_for_get_their_columns(override: str, shown: bool) -> None:
+    assert read_run(["input.path=rows.jsonl", override]).output.logprobs is shown
+
+
 def test_stop_texts_with_line_breaks_come_from_files(tmp_path: Path) -> None:
     (tmp_path / "sampling").mkdir()
     (tmp_path / "sampling" / "lines.yaml").write_text('defaults: [default]\nstop: ["\\n\\n"]\nlogit_bias: {5: 1}\n')
