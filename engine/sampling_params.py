@@ -183,10 +183,10 @@ class _Checker:
         return tuple(value)
 
     def bias(self, key: str) -> dict[int, float]:
-        """Token id -> bias; ids may be written as text, as JSON's keys are."""
+        """Token id -> bias; ids may be text, as JSON's keys are, and the whole may be pairs, as Arrow's maps are."""
         value = getattr(self.params, key)
         try:
-            found = {int(token_id): bias for token_id, bias in value.items()}
+            found = {int(token_id): bias for token_id, bias in dict(value).items()}
         except (AttributeError, TypeError, ValueError):
             found = {-1: math.nan}
         if not all(token_id >= 0 and _is_real(bias) for token_id, bias in found.items()):
