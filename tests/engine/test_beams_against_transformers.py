@@ -145,6 +145,14 @@ def test_adjustments_are_not_normalised_again(engine, model):
     assert expected(model, bare) != expected(model, request, repetition_penalty=1.4, min_new_tokens=5)
 
 
+def test_more_answers_than_are_possible_are_an_error(engine):
+    request = Request(id=0, prompt_token_ids=prompt(9), sampling=params(num_beams=4, n=3, max_tokens=1, allowed_token_ids=[30, 31]))
+    (done,) = engine.generate([request])
+    assert done.error_code == "bad_params" and "3 answers" in done.error_message and "2 that are possible" in done.error_message
+    two = Request(id=0, prompt_token_ids=prompt(9), sampling=params(num_beams=4, n=2, max_tokens=1, allowed_token_ids=[30, 31]))
+    assert sorted(completion.token_ids for completion in engine.generate([two])) == [(30,), (31,)]
+
+
 def test_scarce_blocks_and_places_change_nothing(folder, model):
     engine = load(folder, num_blocks=7, max_num_seqs=10)
     requests = [

@@ -10,23 +10,34 @@ SETTINGS = settings(max_examples=400, deadline=None)
 
 
 @st.composite
+def rows(draw, stems, *, max_num_seqs):
+    """A prompt with settings: so many samples or beams, or only scores."""
+    prompt = [*draw(st.sampled_from(stems)), 1, *draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))]
+    num_beams = min(draw(st.sampled_from([1, 1, 2, 3])), max_num_seqs)
+    scored = draw(st.sampled_from([None, None, 0]))
+    if num_beams == 1:
+        max_tokens = draw(st.integers(1 if scored is None else 0, 12))
+        settings = {"n": draw(st.integers(1, 3)) if max_tokens else 1}
+    else:
+        max_tokens = draw(st.integers(1, 12))
+        settings = {
+            "n": draw(st.integers(1, num_beams)),
+            "temperature": 0.0,
+            "num_beams": num_beams,
+            "length_penalty": draw(st.sampled_from([0.0, 1.0, 2.0, -1.0])),
+            "early_stopping": draw(st.sampled_from([True, False, "never"])),
+        }
+    return prompt, SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored, **settings)
+
+
+@st.composite
 def workloads(draw):
     """Prompts over few tokens that share prefixes, on pools that are scarce, with small blocks and budgets."""
     block_size = draw(st.integers(1, 5))
     max_num_seqs = draw(st.integers(1, 8))
     stems = draw(st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=14), min_size=1, max_size=3))
-    tails = st.lists(st.integers(1, 4), min_size=1, max_size=8)
-    prompt_logprobs = st.sampled_from([None, None, 0])
-    row = st.tuples(st.sampled_from(stems), tails, st.integers(0, 12), st.integers(1, 3), prompt_logprobs)
-    rows = draw(st.lists(row.filter(lambda row: row[2] > 0 or (row[3] == 1 and row[4] is not None)), min_size=1, max_size=14))
-    requests = [
-        Request(
-            id=i,
-            prompt_token_ids=[*stem, 1, *tail],
-            sampling=SamplingParams(max_tokens=max_tokens, n=n, prompt_logprobs=scored),
-        )
-        for i, (stem, tail, max_tokens, n, scored) in enumerate(rows)
-    ]
+    drawn = draw(st.lists(rows(stems, max_num_seqs=max_num_seqs), min_size=1, max_size=14))
+    requests = [Request(id=i, prompt_token_ids=prompt, sampling=sampling) for i, (prompt, sampling) in enumerate(drawn)]
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return requests, {
         "block_size": block_size,
@@ -56,9 +67,11 @@ def test_answers_do_not_depend_on_what_else_runs(oracle_engine, answers_alone, w
     assert engine.scheduler.kv.num_held == 0, "every block is free or cached when nothing runs"
     stats = engine.stats
     assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
-    computed = stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_recomputed_tokens + stats.num_generated_tokens
-    # The token that ends an answer is drawn and never computed.
-    assert engine.runner.num_computed == stats.num_step_tokens == computed - sum(r.sampling.n for r in requests)
+    assert engine.runner.num_computed == stats.num_step_tokens
+    if not any(r.sampling.uses_beams for r in requests):  # a search also computes beams that come to nothing
+        computed = stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_recomputed_tokens + stats.num_generated_tokens
+        # The token that ends an answer is drawn and never computed.
+        assert stats.num_step_tokens == computed - sum(r.sampling.n for r in requests)
 
 
 @SETTINGS
@@ -94,4 +107,29 @@ def test_samples_share_the_prompt_and_copy_only_its_open_block(oracle_engine, pr
     assert engine.scheduler.kv.num_held == 4 + 5, "each writer but the last took a copy of the open block"
     assert engine.stats.num_step_tokens == 18 + 5
     assert [c.sample_index for c in engine.step()] == [0, 1, 2, 3, 4]
+    assert engine.scheduler.kv.num_held == 0
+
+
+def test_beams_share_the_prompt_and_copy_only_the_open_block(oracle_engine, answers_alone):
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, num_beams=5, n=5)
+    request = Request(id=0, prompt_token_ids=list(range(1, 19)), sampling=sampling)
+    engine = oracle_engine(num_blocks=100, block_size=4, vocab_size=50)
+    engine.submit(request)
+    engine.step()
+    assert engine.scheduler.kv.num_held == 5, "four full blocks and the open one, once for all beams"
+    engine.step()
+    assert engine.scheduler.kv.num_held <= 4 + 5, "each beam has no more than an open block of its own"
+    assert engine.stats.num_step_tokens == 18 + 5
+    assert by_request([*engine.step(), *engine.step()])[0] == answers_alone(request, vocab_size=50)
+    assert engine.scheduler.kv.num_held == 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_beams_that_do_not_fit_together_take_turns(oracle_engine, answers_alone, prefix_cache):
+    """Two searches of four beams on a pool that holds hardly more than one sequence."""
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, num_beams=4, n=4, length_penalty=2.0, early_stopping="never")
+    requests = [Request(id=i, prompt_token_ids=[1 + i] * 9, sampling=sampling) for i in range(2)]
+    engine = oracle_engine(num_blocks=8, block_size=4, prefix_cache=prefix_cache)
+    assert by_request(engine.generate(requests)) == {r.id: answers_alone(r) for r in requests}
+    assert engine.stats.num_preemptions > 0
     assert engine.scheduler.kv.num_held == 0

@@ -30,6 +30,9 @@ BAD = [
     ("ignore_eos", [1, "true", None]),
     ("skip_special_tokens", [0]),
     ("include_stop_str_in_output", ["no"]),
+    ("num_beams", [0, -1, 2.0, True]),
+    ("length_penalty", [11, -10.5, math.nan, "1"]),
+    ("early_stopping", ["always", 1, None]),
 ]
 
 
@@ -79,6 +82,10 @@ def test_lists_and_texts_have_one_form():
     [
         ({"min_tokens": 9, "max_tokens": 3}, r"min_tokens: 9 is over sampling\.max_tokens \(3\)"),
         ({"max_tokens": 0, "prompt_logprobs": 0, "n": 2}, r"n: 2 samples"),
+        ({"num_beams": 4}, r"temperature: 1 draws by chance.* set it to 0"),
+        ({"num_beams": 4, "temperature": 0.0, "n": 5}, r"n: 5 answers are more than sampling\.num_beams \(4\)"),
+        ({"num_beams": 4, "temperature": 0.0, "stop": "END"}, r"stop: beams end at tokens only"),
+        ({"num_beams": 4, "temperature": 0.0, "prompt_logprobs": 0, "max_tokens": 0}, r"num_beams: 4 beams"),
     ],
 )
 def test_settings_that_contradict_each_other(values, words):
