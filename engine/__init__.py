@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine import plugins
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
+    from engine.grammar.spec import Grammar
     from engine.loop import Engine
     from engine.sampling_params import SamplingParams
     from engine.tokenizer import Tokenizer
@@ -20,6 +21,7 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineConfig",
+    "Grammar",
     "KVCacheConfig",
     "ModelConfig",
     "Request",
@@ -33,6 +35,7 @@ _HOME = {
     "Completion": "engine.types",
     "Engine": "engine.loop",
     "EngineConfig": "engine.config",
+    "Grammar": "engine.grammar.spec",
     "KVCacheConfig": "engine.config",
     "ModelConfig": "engine.config",
     "Request": "engine.types",

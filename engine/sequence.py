@@ -12,6 +12,7 @@ from engine.rules import Rules
 from engine.types import Draw, Request
 
 if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
     from engine.kv.radix import Node
     from engine.scheduler.beams import Beams
     from engine.scheduler.stopping import TextWatch
@@ -29,12 +30,14 @@ class Sequence:
         rules: what ends it and what may not appear, in token ids.
         watch: looks for stop texts in its answer; None where there are none.
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
+        grammar: what may come next where the answer has a given form; None where it is free.
         beams: the search that it is a beam of; None for a plain sample.
     """
 
     __slots__ = (
         "beams",
         "blocks",
+        "grammar",
         "logprobs",
         "max_len",
         "nodes",
@@ -59,6 +62,7 @@ class Sequence:
         self.watch = watch
         self.sample_index = sample_index
         self.beams: Beams | None = None
+        self.grammar: GrammarState | None = None
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len
@@ -121,6 +125,7 @@ class Sequence:
         child.prompt_scores = self.prompt_scores
         child.num_cached = self.num_cached
         child.beams = self.beams
+        child.grammar = None if self.grammar is None else self.grammar.fork()
         return child
 
     def append(self, draw: Draw) -> None:
@@ -128,6 +133,8 @@ class Sequence:
         self.logprobs.append(draw.logprob)
         if draw.top:
             self.top_logprobs.append(draw.top)
+        if self.grammar is not None:
+            self.grammar.advance(draw.token_id)
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """The bytes of the int32 tokens of full block ``index``: the edge label in the radix tree."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from engine.grammar.spec import Grammar
 from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,11 +21,15 @@ FinishReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt to answer. ``id`` names it in the completion and, without a sampling seed, keys its draws."""
+    """One prompt to answer. ``id`` names it in the completion and, without a sampling seed, keys its draws.
+
+    With a ``grammar`` every answer keeps to it and ends, by its end token, within ``sampling.max_tokens`` and the context.
+    """
 
     id: str | int
     prompt_token_ids: SequenceOf[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
+    grammar: Grammar | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

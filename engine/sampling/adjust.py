@@ -58,6 +58,18 @@ def penalties(logits_V: Tensor, seq: Sequence) -> None:
     logits_V[_ids(token_ids, like=logits_V)] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
+def grammar(logits_V: Tensor, seq: Sequence) -> None:
+    """Rule out every token that the grammar does not allow next.
+
+    Where the rules before this one leave none of the allowed ones, the grammar wins and those are equally likely.
+    """
+    assert seq.grammar is not None
+    allowed_V = torch.from_numpy(seq.grammar.allowed()).to(logits_V.device)
+    logits_V[~allowed_V] = -torch.inf
+    if logits_V.isneginf().all():
+        logits_V[allowed_V] = 0.0
+
+
 class Adjustment(NamedTuple):
     """One step of the order: which rows ask for it, and what it does to a row's logits in place."""
 
@@ -80,14 +92,20 @@ ORDER = (
 
 def adjust(logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Tensor:
     """Plain float32 logits [M, V], a row a sequence -> adjusted ones; the input is not changed."""
-    steps_of_rows = [[step for step in ORDER if step.wanted(seq.request.sampling)] for seq in seqs]
+    steps_of_rows = [_steps(seq) for seq in seqs]
     if not any(steps_of_rows):
         return logits_MV
     adjusted_MV = logits_MV.clone()
     for logits_V, seq, steps in zip(adjusted_MV, seqs, steps_of_rows, strict=True):
         for step in steps:
-            step.apply(logits_V, seq)
+            step(logits_V, seq)
     return adjusted_MV
+
+
+def _steps(seq: Sequence) -> list[Callable[[Tensor, Sequence], None]]:
+    """What a row asks for; the grammar comes last, since an answer must keep to it whatever else is asked."""
+    steps = [step.apply for step in ORDER if step.wanted(seq.request.sampling)]
+    return steps if seq.grammar is None else [*steps, grammar]
 
 
 def _ids(token_ids: object, *, like: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ from engine.sampling.transforms import transform
 from engine.sequence import Sequence
 from engine.types import Draw
 
+_MAX_REDRAWS = 16
+
 
 class _Row(NamedTuple):
     """Who a row of logits is drawn for: sample ``sample_index`` of the sequence's request."""
@@ -62,11 +64,8 @@ class Sampler:
         if len(rows) > len(seqs):
             logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
         valid_MV = adjust(logits_MV[:, : self.num_valid_tokens], [row.seq for row in rows])
-        token_ids_M = valid_MV.argmax(-1)  # of equal ones the first
-        by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
-        if by_chance:
-            index_R = torch.tensor(by_chance, device=logits_MV.device)
-            token_ids_M[index_R] = self._draw_by_chance(valid_MV[index_R], [rows[m] for m in by_chance])
+        token_ids_M = self._choose(valid_MV, rows)
+        self._keep_to_grammars(token_ids_M, valid_MV, rows)
         params = [row.seq.request.sampling for row in rows]
         return score(
             logits_MV,
@@ -75,10 +74,36 @@ class Sampler:
             extra_ids=[p.logprob_token_ids for p in params],
         )
 
-    def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row]) -> Tensor:
+    def _choose(self, logits_MV: Tensor, rows: list[_Row], *, attempt: int = 0) -> Tensor:
+        token_ids_M = logits_MV.argmax(-1)  # of equal ones the first
+        by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
+        if by_chance:
+            index_R = torch.tensor(by_chance, device=logits_MV.device)
+            token_ids_M[index_R] = self._draw_by_chance(logits_MV[index_R], [rows[m] for m in by_chance], attempt=attempt)
+        return token_ids_M
+
+    def _keep_to_grammars(self, token_ids_M: Tensor, logits_MV: Tensor, rows: list[_Row]) -> None:
+        """Draw again in place, without that token, where the draw leaves no room to end in time.
+
+        So a token is drawn by its share among all that fit, without a look at each. After a few tries the row is closed.
+        """
+        in_grammar = [(m, row.seq.grammar) for m, row in enumerate(rows) if row.seq.grammar is not None]
+        for attempt in range(1, _MAX_REDRAWS + 1):
+            in_grammar = [(m, grammar) for m, grammar in in_grammar if not grammar.fits(int(token_ids_M[m]))]
+            if not in_grammar:
+                return
+            index_R = torch.tensor([m for m, _ in in_grammar], device=logits_MV.device)
+            logits_MV[index_R, token_ids_M[index_R]] = -torch.inf
+            token_ids_M[index_R] = self._choose(logits_MV[index_R], [rows[m] for m, _ in in_grammar], attempt=attempt)
+        for m, grammar in in_grammar:
+            if not grammar.fits(int(token_ids_M[m])):
+                token_ids_M[m] = grammar.closing_token_id
+
+    def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row], *, attempt: int) -> Tensor:
         """The first token id whose cumulative probability, in id order and float64, exceeds the row's uniform number."""
         chance_R = [
-            uniform(seq.request, engine_seed=self.seed, sample_index=sample_index, position=seq.num_generated) for seq, sample_index in rows
+            uniform(seq.request, engine_seed=self.seed, sample_index=sample_index, position=seq.num_generated, attempt=attempt)
+            for seq, sample_index in rows
         ]
         cumulative_RV = torch.softmax(transform(logits_RV, [row.seq for row in rows]), dim=-1).cumsum(-1, dtype=torch.float64)
         target_R1 = cumulative_RV[:, -1:] * torch.tensor(chance_R, dtype=torch.float64, device=logits_RV.device)[:, None]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
+from engine.grammar.spec import GrammarError
 from engine.kv.manager import BlockManager, Edge
 from engine.rules import Rules, Vocabulary
 from engine.scheduler.answers import answer, beam_answers, error
@@ -18,6 +20,9 @@ from engine.scheduler.stopping import TextWatch, ending
 from engine.sequence import Sequence
 from engine.stats import Stats
 from engine.types import Chunk, Completion, Draw, Request, StepPlan
+
+if TYPE_CHECKING:
+    from engine.grammar.compiler import Grammars
 
 # Waiting sequences that are looked at in one step; the rest are behind them in prefix order and would share their fate.
 _SCAN_FACTOR = 2
@@ -33,6 +38,7 @@ class Scheduler:
         eos_token_ids: tokens that end an answer.
         vocab_size: token ids from here on are unknown to the model.
         vocabulary: reads stop texts and writes the answers' text; without one completions have none.
+        grammars: compiles the forms that requests ask for; without them such requests are refused.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class Scheduler:
         eos_token_ids: Collection[int],
         vocab_size: int,
         vocabulary: Vocabulary | None = None,
+        grammars: Grammars | None = None,
         stats: Stats | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "each running sequence needs a token a step"
@@ -56,6 +63,7 @@ class Scheduler:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.vocab_size = vocab_size
         self.vocabulary = vocabulary
+        self.grammars = grammars
         self.stats = stats or Stats()
         self.waiting = PrefixFirst()
         self.running: list[Sequence] = []  # oldest admission first
@@ -82,6 +90,8 @@ class Scheduler:
             return error(request, "too_long", self._too_long(num_tokens))
         try:
             seq = self._sequence(request)
+        except GrammarError as refusal:
+            return error(request, "grammar_error", str(refusal))
         except ValueError as refusal:
             return error(request, "bad_params", str(refusal))
         if num_tokens == 1 and request.sampling.max_tokens == 0:
@@ -285,6 +295,10 @@ class Scheduler:
         rules = Rules.of(sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
         max_len = min(len(request.prompt_token_ids) + sampling.max_tokens, self.max_len)
         seq = Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request))
+        if request.grammar is not None:
+            if self.grammars is None:
+                raise GrammarError("this engine has no tokenizer, which an answer in a given form needs")
+            seq.grammar = self.grammars.start(request.grammar, sampling=sampling, budget=max_len - seq.num_prompt)
         if sampling.uses_beams:
             if seq.num_places > self.max_num_seqs:
                 raise ValueError(f"sampling.num_beams: {sampling.num_beams} is over engine.max_num_seqs ({self.max_num_seqs})")
