@@ -50,6 +50,7 @@ def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "job.name": config.job.name,
         "prompt.system": config.prompt.text("system"),
         "prompt.template": config.prompt.text("template"),
+        "prompt.response_format": config.prompt.text("response_format"),
         "prompt.messages_column": config.prompt.messages_column,
         "prompt.control_words": config.prompt.control_words,
         "prompt.continue_final_message": config.prompt.continue_final_message,

@@ -84,6 +84,7 @@ class TextJob:
             id=record.row_key,
             prompt_token_ids=self.prompts.token_ids(record.columns),
             sampling=self.prompts.sampling(record.columns),
+            grammar=self.prompts.grammar(record.columns),
         )
 
     def answer(self, completion: Completion) -> Mapping[str, Any]:

@@ -16,7 +16,8 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
-from engine import SamplingParams
+from engine import Grammar, SamplingParams
+from pipeline.response_format import job_format, row_format
 from pipeline.types import RowError
 
 Message = dict[str, Any]
@@ -52,26 +53,29 @@ class PromptOptions:
 
     ``system`` (or the text of ``system_file``) goes before every conversation that has no system message of its own.
     ``template`` (or ``template_file``) is Jinja over the row's columns; with one, the prompt columns are plain data.
-    ``messages_column`` is where conversations are read from. Control words such as <|im_end|> in what a row brings are
-    plain text, unless ``control_words`` says that they are control tokens. A conversation that ends with the assistant's
-    message is refused, unless ``continue_final_message`` says that the answer goes on from there.
+    ``response_format`` (or ``response_format_file``) is the form of every answer, as JSON text: OpenAI's response_format, or
+    of type regex or choice. ``messages_column`` is where conversations are read from. Control words such as <|im_end|> in
+    what a row brings are plain text, unless ``control_words`` says that they are control tokens. A conversation that ends
+    with the assistant's message is refused, unless ``continue_final_message`` says that the answer goes on from there.
     """
 
     system: str | None = None
     system_file: str | None = None
     template: str | None = None
     template_file: str | None = None
+    response_format: str | None = None
+    response_format_file: str | None = None
     messages_column: str = "messages"
     control_words: bool = False
     continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("system", "template"):
+        for key in ("system", "template", "response_format"):
             if getattr(self, key) is not None and getattr(self, f"{key}_file") is not None:
                 raise ValueError(f"prompt.{key} and prompt.{key}_file: give one of the two")
 
     def text(self, key: str) -> str | None:
-        """The text of ``system`` or ``template``, from its file where it is given as one.
+        """The text of ``system``, ``template`` or ``response_format``, from its file where it is given as one.
 
         Raises:
             ValueError: the file is missing or is no UTF-8; the message names the key.
@@ -106,6 +110,7 @@ class Prompts:
         self._control_words = options.control_words
         self._continues = options.continue_final_message
         self._warned = False
+        self._form = job_format(options.text("response_format"))
         self._system = options.text("system")
         text = options.text("template")
         self._template = None if text is None else RowTemplate(text, change=self._plain)
@@ -165,10 +170,8 @@ class Prompts:
         """The job's sampling with the row's ``sampling_params`` (struct or JSON text) over it.
 
         Raises:
-            RowError: ``bad_params``; also where the row asks for a ``response_format``, which is not served.
+            RowError: ``bad_params``.
         """
-        if columns.get("response_format") is not None:
-            raise RowError("bad_params", "response_format: structured output is not served by this version")
         given = columns.get("sampling_params")
         if given is None:
             return self.defaults
@@ -179,6 +182,14 @@ class Prompts:
             return SamplingParams.from_mapping(_without_nulls(values), defaults=self.defaults)
         except ValueError as error:
             raise RowError("bad_params", str(error)) from error
+
+    def grammar(self, columns: Mapping[str, Any]) -> Grammar | None:
+        """The form of the row's answer: its ``response_format`` (struct or JSON text), else the job's; None leaves it free.
+
+        Raises:
+            RowError: ``bad_params``.
+        """
+        return row_format(columns.get("response_format"), default=self._form)
 
     def _plain(self, text: str) -> str:
         """A row's text with its control words hidden; a raw prompt that has some may be meant otherwise, which is said once."""

@@ -227,7 +227,6 @@ def test_a_row_may_bring_lists_and_mappings(tokenizer, given: dict[str, Any]) ->
         ({"sampling_params": {"logit_bias": {"a": 1}}}, r"sampling\.logit_bias"),
         ({"sampling_params": "{"}, "no JSON"),
         ({"sampling_params": "[]"}, "no JSON object"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
 def test_bad_row_sampling(tokenizer, columns: dict[str, Any], words: str) -> None:
