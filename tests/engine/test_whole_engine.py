@@ -171,19 +171,19 @@ def test_penalties_are_those_of_a_plain_loop_over_transformers(make, tiny_model,
 
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     repetition = transformers.RepetitionPenaltyLogitsProcessor(penalties.get("repetition_penalty", 1.0))
-    engine = make()
-    for seed in range(5):
-        ids = prompt(6, seed=seed) * 3
-        expected = list(ids)
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, **penalties)
+    requests = [Request(id=seed, prompt_token_ids=prompt(6, seed=seed) * 3, sampling=params) for seed in range(20)]
+    found = tokens(make(), requests)
+    for request in requests:
+        expected = list(request.prompt_token_ids)
         for _ in range(16):
             with torch.inference_mode():
                 logits = model(torch.tensor([expected])).logits[:, -1]
             logits = repetition(torch.tensor([expected]), logits)
-            counts = torch.bincount(torch.tensor(expected[len(ids) :], dtype=torch.long), minlength=logits.shape[-1])
+            counts = torch.bincount(torch.tensor(expected[18:], dtype=torch.long), minlength=logits.shape[-1])
             logits -= penalties.get("presence_penalty", 0.0) * (counts > 0) + penalties.get("frequency_penalty", 0.0) * counts
             expected.append(int(logits.argmax()))
-        done = one(engine, ids, temperature=0.0, max_tokens=16, ignore_eos=True, **penalties)
-        assert list(done.token_ids) == expected[len(ids) :]
+        assert found[request.id] == [tuple(expected[18:])]
 
 
 @pytest.fixture
