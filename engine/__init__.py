@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine import plugins
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
+    from engine.grammar.spec import Grammar
     from engine.loop import Engine
+    from engine.sampling_params import SamplingParams
     from engine.tokenizer import Tokenizer
-    from engine.types import Completion, Request, SamplingParams
+from engine.types import Completion, Request
 
 __all__ = [
     "Completion",
     "Engine",
     "EngineConfig",
+    "Grammar",
     "KVCacheConfig",
     "ModelConfig",
     "Request",
@@ -32,10 +35,11 @@ _HOME = {
     "Completion": "engine.types",
     "Engine": "engine.loop",
     "EngineConfig": "engine.config",
+    "Grammar": "engine.grammar.spec",
     "KVCacheConfig": "engine.config",
     "ModelConfig": "engine.config",
     "Request": "engine.types",
-    "SamplingParams": "engine.types",
+    "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
     "parse_bytes": "engine.config",
 }

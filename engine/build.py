@@ -11,6 +11,7 @@ from engine.attention.backend import AttentionSpec
 from engine.attention.select import select
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
 from engine.device import Device
+from engine.grammar.compiler import Grammars
 from engine.kv.format import format_name, load_format
 from engine.kv.manager import BlockManager
 from engine.kv.sizing import bytes_per_block, pool_size
@@ -47,6 +48,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     num_blocks = pool_size(kv_cache, block_bytes=block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
     store = KVStore(load_format(kv_format), num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **block)
 
+    num_valid_tokens = min(tokenizer.vocab_size, spec.vocab_size)
     stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * block_bytes)
     scheduler = Scheduler(
         kv=BlockManager(num_blocks=num_blocks, block_size=kv_cache.block_size, prefix_cache=kv_cache.prefix_cache),
@@ -54,9 +56,12 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=tokenizer.eos_token_ids,
+        vocab_size=spec.vocab_size,
+        vocabulary=tokenizer,
+        grammars=Grammars(tokenizer, vocab_size=num_valid_tokens),
         stats=stats,
     )
-    sampler = Sampler(num_valid_tokens=min(tokenizer.vocab_size, spec.vocab_size), seed=engine.seed)
+    sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed)
     runner = ModelRunner(decoder, store=store, backend=backend, sampler=sampler, stats=stats, device=device.torch_device)
     return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer)
 

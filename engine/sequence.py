@@ -8,10 +8,14 @@ from __future__ import annotations
 from array import array
 from typing import TYPE_CHECKING
 
-from engine.types import Request
+from engine.rules import Rules
+from engine.types import Draw, Request
 
 if TYPE_CHECKING:
+    from engine.grammar.state import GrammarState
     from engine.kv.radix import Node
+    from engine.scheduler.beams import Beams
+    from engine.scheduler.stopping import TextWatch
 
 
 class Sequence:
@@ -23,11 +27,17 @@ class Sequence:
         blocks: block ids in position order; token ``p`` lies in ``blocks[p // block_size]``.
         nodes: radix nodes of the leading blocks that are published; ``nodes[i].block == blocks[i]``.
         max_len: most tokens it may grow to, prompt included.
+        rules: what ends it and what may not appear, in token ids.
+        watch: looks for stop texts in its answer; None where there are none.
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
+        grammar: what may come next where the answer has a given form; None where it is free.
+        beams: the search that it is a beam of; None for a plain sample.
     """
 
     __slots__ = (
+        "beams",
         "blocks",
+        "grammar",
         "logprobs",
         "max_len",
         "nodes",
@@ -35,14 +45,24 @@ class Sequence:
         "num_computed",
         "num_lost",
         "num_prompt",
+        "prompt_scores",
         "request",
+        "rules",
         "sample_index",
         "tokens",
+        "top_logprobs",
+        "watch",
     )
 
-    def __init__(self, request: Request, *, max_len: int, sample_index: int = 0) -> None:
+    def __init__(
+        self, request: Request, *, max_len: int, rules: Rules | None = None, watch: TextWatch | None = None, sample_index: int = 0
+    ) -> None:
         self.request = request
+        self.rules = rules or Rules()
+        self.watch = watch
         self.sample_index = sample_index
+        self.beams: Beams | None = None
+        self.grammar: GrammarState | None = None
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len
@@ -52,10 +72,28 @@ class Sequence:
         self.blocks: list[int] = []
         self.nodes: list[Node] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[tuple[tuple[int, float], ...]] = []
+        self.prompt_scores: list[Draw] = []  # of the prompt's tokens from the second on, where they are asked for
 
     @property
     def num_pending(self) -> int:
-        return len(self.tokens) - self.num_computed
+        """Tokens left to compute before the next draw; a prompt that is only scored needs none for its last token."""
+        return len(self.tokens) - self.num_computed - (not self.draws)
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything is to be drawn at all, or the prompt is only scored."""
+        return self.request.sampling.max_tokens > 0
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
+
+    def scores_in(self, start: int, num_tokens: int) -> range:
+        """Positions of the prompt tokens that computing these tokens gives a probability for and that have none yet."""
+        if not self.scores_prompt:
+            return range(0)
+        return range(len(self.prompt_scores) + 1, min(start + num_tokens + 1, self.num_prompt))
 
     @property
     def num_generated(self) -> int:
@@ -63,20 +101,40 @@ class Sequence:
 
     @property
     def num_draws(self) -> int:
-        """Tokens to draw from this sequence's next logits: all samples of a request start from the prompt's."""
-        return self.request.sampling.n if self.num_generated == 0 else 1
+        """Tokens to draw from this sequence's next logits: all samples of a request start from the prompt's.
 
-    def fork(self, *, sample_index: int) -> Sequence:
-        """A sample with the same tokens so far, which holds no blocks yet."""
-        child = Sequence(self.request, max_len=self.max_len, sample_index=sample_index)
+        Of a beam that is its best candidates: if all its end tokens are among them, ``num_beams`` others are left.
+        """
+        sampling = self.request.sampling
+        if sampling.uses_beams:
+            return sampling.num_beams + len(self.rules.end_reasons)
+        return sampling.n if self.num_generated == 0 else 1
+
+    @property
+    def num_places(self) -> int:
+        """Places among the running sequences that it takes: a search keeps those of all its beams from the start."""
+        sampling = self.request.sampling
+        return sampling.num_beams if self.num_generated == 0 else 1
+
+    def fork(self, *, sample_index: int = 0, watch: TextWatch | None = None) -> Sequence:
+        """A sample or a beam with the same tokens so far, which holds no blocks yet."""
+        child = Sequence(self.request, max_len=self.max_len, rules=self.rules, watch=watch, sample_index=sample_index)
         child.tokens = self.tokens[:]
         child.logprobs = list(self.logprobs)
+        child.top_logprobs = list(self.top_logprobs)
+        child.prompt_scores = self.prompt_scores
         child.num_cached = self.num_cached
+        child.beams = self.beams
+        child.grammar = None if self.grammar is None else self.grammar.fork()
         return child
 
-    def append(self, token_id: int, logprob: float) -> None:
-        self.tokens.append(token_id)
-        self.logprobs.append(logprob)
+    def append(self, draw: Draw) -> None:
+        self.tokens.append(draw.token_id)
+        self.logprobs.append(draw.logprob)
+        if draw.top:
+            self.top_logprobs.append(draw.top)
+        if self.grammar is not None:
+            self.grammar.advance(draw.token_id)
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """The bytes of the int32 tokens of full block ``index``: the edge label in the radix tree."""

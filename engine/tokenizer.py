@@ -88,13 +88,18 @@ class Tokenizer:
         """Token ids of raw text.
 
         Control words count as control tokens, so that a conversation rendered elsewhere gives the ids that it should;
-        ``split_special_tokens`` keeps them plain text. With ``add_special_tokens`` the tokenizer adds what it always
-        adds, but never a second BOS to a text that brings its own.
+        ``split_special_tokens`` keeps them plain text, and so does ``hide_control_words`` for a piece of the text. With
+        ``add_special_tokens`` the tokenizer adds what it always adds, but never a second BOS to a text that brings its own.
         """
-        backend = self._literal if split_special_tokens else self._backend
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if split_special_tokens:
+            text = self.hide_control_words(text)
+        ids = self._encode(text, add_special_tokens=add_special_tokens)
         doubled = add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
         return ids[1:] if doubled else ids
+
+    def hide_control_words(self, text: str) -> str:
+        """``text`` for use in a larger one that is encoded later: the control words in it will be plain text there."""
+        return self._control.hide(text)
 
     def encode_chat(
         self,
@@ -102,13 +107,15 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        control_words: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation through the chat template, equal to transformers' apply_chat_template.
 
         The template alone makes control tokens. A control word inside a message or a tool stays plain text, except that
-        an assistant message may hold the model's own markup, the added tokens that are not special (such as <think>).
+        an assistant message may hold the model's own markup, the added tokens that are not special (such as <think>);
+        with ``control_words`` all of them are control tokens.
         With ``continue_final_message`` the ids end with the last message's text, its trailing blanks included.
 
         Raises:
@@ -117,7 +124,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise ValueError("model.chat_template: the model has no chat template, which messages need; give one (text or a file)")
-        hidden = [self._hide(message) for message in messages]
+        hidden = [dict(message) if control_words else self._hide(message) for message in messages]
         if continue_final_message:
             if not hidden or not isinstance(hidden[-1].get("content"), str):
                 raise ChatTemplateError("there is no last message with text to continue")
@@ -125,20 +132,34 @@ class Tokenizer:
         text = self._template.render(
             hidden,
             add_generation_prompt=add_generation_prompt and not continue_final_message,
-            tools=None if tools is None else map_strings(tools, self._control.hide),
+            tools=tools if tools is None or control_words else map_strings(tools, self._control.hide),
             variables=template_kwargs,
         )
         if continue_final_message:
             text, found, _ = text.rpartition(self._control.end)
             if not found:
                 raise ChatTemplateError("the template does not print the last message, so it cannot be continued")
-        if self._control.has_hidden(text):
-            return list(self._literal.encode(self._control.reveal(text), add_special_tokens=False).ids)
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``, blanks exactly as the tokens have them; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def incremental_decoder(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
+        return IncrementalDecoder(self, skip_special_tokens=skip_special_tokens)
+
+    def to_json(self) -> str:
+        """The content of its tokenizer.json."""
+        return str(self._backend.to_str())
+
+    def control_token_id(self, text: str) -> int | None:
+        """The id of the control word that ``text`` is; None where it is ordinary text."""
+        return next((id_ for id_, token in self._added.items() if token.content == text and token.special), None)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        if self._control.has_hidden(text):
+            return list(self._literal.encode(self._control.reveal(text), add_special_tokens=add_special_tokens).ids)
+        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with the control words in it hidden; its role is the template's to read."""

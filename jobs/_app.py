@@ -14,12 +14,10 @@ from dataclasses import replace
 from types import FrameType
 from typing import NoReturn, TypeVar, cast
 
-from omegaconf import OmegaConf
-
 from engine import Engine, SamplingParams, Tokenizer, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
-from jobs._schema import RunConfig, absolute, schema_of, typed
+from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 from pipeline import Job, PromptOptions, Summary, run
 from pipeline.ledger import Resume
 
@@ -65,12 +63,17 @@ def compose(name: str, overrides: list[str], *, kind: type[T]) -> T:
 
 
 def read_run(overrides: list[str]) -> RunConfig:
-    """The configuration of one run, with absolute paths; refused as ``compose`` does."""
+    """The configuration of one run, with absolute paths; refused as ``compose`` does.
+
+    Log probabilities that the sampling asks for get their columns without ``output.logprobs``.
+    """
     config = compose("config", overrides, kind=RunConfig)
+    asked = config.sampling.logprobs, config.sampling.prompt_logprobs, config.sampling.logprob_token_ids or None
+    logprobs = config.output.logprobs or any(value is not None for value in asked)
     return replace(
         config,
         input=replace(config.input, path=absolute(config.input.path)),
-        output=replace(config.output, path=absolute(config.output.path)),
+        output=replace(config.output, path=absolute(config.output.path), logprobs=logprobs),
     )
 
 
@@ -93,7 +96,7 @@ def _run(config: RunConfig) -> int:
 
     def load_engine() -> Engine:
         nonlocal engine
-        _say(f"{config.name}: an answer has at most {config.sampling.max_tokens} tokens (sampling.max_tokens)")
+        _say(f"{config.name}: {job.announcement}")
         engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
         return engine
 
@@ -143,7 +146,7 @@ def _tell(summary: Summary) -> None:
 
 
 def _show(overrides: list[str]) -> int:
-    print(OmegaConf.to_yaml(OmegaConf.structured(read_run(overrides))))
+    print(as_yaml(read_run(overrides)))
     return OK
 
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import yaml
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from engine import EngineConfig, KVCacheConfig, ModelConfig, SamplingParams
@@ -53,7 +55,7 @@ class RunConfig:
 
 
 def schema_of(source: type) -> Any:
-    """``source``'s fields as an OmegaConf schema: nested, not frozen, lists for tuples, ``???`` where a value must be given."""
+    """``source``'s fields as an OmegaConf schema: nested, not frozen, with lists and dicts; ``???`` where a value must be given."""
     hints = get_type_hints(source)
     columns: list[Any] = []
     for item in dataclasses.fields(source):
@@ -62,9 +64,11 @@ def schema_of(source: type) -> Any:
             inner = schema_of(kind)  # type: ignore[arg-type]
             columns.append((item.name, inner, field(default_factory=inner)))
         elif isinstance(item.default, tuple):
-            columns.append((item.name, _with_lists(kind), field(default_factory=list)))
+            columns.append((item.name, _plain(kind), field(default_factory=list)))
+        elif item.default_factory is not dataclasses.MISSING:
+            columns.append((item.name, _plain(kind), field(default_factory=_open_dict)))
         else:
-            columns.append((item.name, _with_lists(kind), MISSING if item.default is dataclasses.MISSING else item.default))
+            columns.append((item.name, _plain(kind), MISSING if item.default is dataclasses.MISSING else item.default))
     return dataclasses.make_dataclass(source.__name__, columns)
 
 
@@ -77,6 +81,11 @@ def typed(kind: type[T], config: DictConfig) -> T:
     return cast(T, _build(kind, OmegaConf.to_container(config)))
 
 
+def as_yaml(config: Any) -> str:
+    """A typed configuration as text, in the order of its classes."""
+    return cast(str, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
+
+
 def absolute(path: str) -> str:
     """A path as it is recorded: relative to the start folder no more. URLs stay; ``package:conf/x.jsonl`` is looked up."""
     if path.startswith("package:"):
@@ -85,11 +94,19 @@ def absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-def _with_lists(kind: Any) -> Any:
+def _open_dict() -> DictConfig:
+    """A mapping's schema: empty, and not closed to new keys, which Hydra otherwise takes for misspelt ones."""
+    return DictConfig({}, flags={"struct": False})
+
+
+def _plain(kind: Any) -> Any:
+    """The type as OmegaConf knows it: a list for a tuple, a dict for a mapping."""
     if get_origin(kind) is tuple:
         return list[get_args(kind)[0]]  # type: ignore[misc]
+    if get_origin(kind) is Mapping:
+        return dict[get_args(kind)]  # type: ignore[misc]
     if get_origin(kind) in (Union, types.UnionType):
-        return Union[tuple(_with_lists(member) for member in get_args(kind))]  # noqa: UP007
+        return Union[tuple(_plain(member) for member in get_args(kind))]  # noqa: UP007
     return kind
 
 

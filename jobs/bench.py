@@ -19,12 +19,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams, Tokenizer
 from jobs._app import OK, compose, guarded, make_job
 from jobs._provenance import dtype_name
-from jobs._schema import JobOptions, absolute
+from jobs._schema import JobOptions, absolute, as_yaml
 from pipeline import InputOptions, PromptOptions
 from pipeline.reader import open_reader
 from pipeline.report import peak_rss_bytes, process_seconds
@@ -72,7 +70,7 @@ def main(overrides: list[str], *, show: bool) -> int:
 def _bench(overrides: list[str], *, show: bool) -> int:
     config = compose("bench", overrides, kind=BenchConfig)
     if show:
-        print(OmegaConf.to_yaml(OmegaConf.structured(config)))
+        print(as_yaml(config))
         return OK
     tokenizer = Tokenizer.load(config.model)
     requests = list(_from_file(config, tokenizer) if config.input.path else synthetic(config.bench, tokenizer, seed=config.seed))

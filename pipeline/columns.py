@@ -32,7 +32,15 @@ _SHARED = pa.schema(
     }
 )
 _TOKEN_IDS = pa.schema({"prompt_token_ids": pa.list_(pa.int32()), "token_ids": pa.list_(pa.int32())})
-_LOGPROBS = pa.schema({"logprobs": pa.list_(pa.float32())})
+# What a row did not ask for is null in it. A prompt's first token has no probability, so its entry is null.
+_LOGPROBS = pa.schema(
+    {
+        "logprobs": pa.list_(pa.float32()),
+        "top_logprob_ids": pa.list_(pa.list_(pa.int32())),
+        "top_logprobs": pa.list_(pa.list_(pa.float32())),
+        "prompt_logprobs": pa.list_(pa.float32()),
+    }
+)
 
 
 class OutputColumns:
@@ -76,7 +84,7 @@ def answered(completion: Completion, answer: Mapping[str, Any], *, prompt_token_
         "cumulative_logprob": completion.cumulative_logprob,
         "prompt_token_ids": prompt_token_ids,
         "token_ids": completion.token_ids,
-        "logprobs": completion.logprobs,
+        **_logprobs(completion),
         **answer,
     }
 
@@ -99,6 +107,16 @@ def row_label(columns: Mapping[str, Any], *, id_column: str | None, row_key: str
         if value is not None:
             return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     return row_key
+
+
+def _logprobs(completion: Completion) -> dict[str, Any]:
+    top, prompt = completion.top_logprobs, completion.prompt_logprobs
+    return {
+        "logprobs": completion.logprobs,
+        "top_logprob_ids": [[token_id for token_id, _ in pairs] for pairs in top] or None,
+        "top_logprobs": [[logprob for _, logprob in pairs] for pairs in top] or None,
+        "prompt_logprobs": None if prompt is None else [None, *prompt],
+    }
 
 
 def _numbers(completion: Completion) -> dict[str, int]:

@@ -21,6 +21,7 @@ class Job(Protocol):
     Attributes:
         fields: the columns that the job adds to those that every output has (see ``pipeline.columns``).
         prompt_columns: the input columns that a prompt can come from; each input file must have one of them.
+        announcement: what the user should know before the first row runs, as one line.
     """
 
     @property
@@ -28,6 +29,9 @@ class Job(Protocol):
 
     @property
     def prompt_columns(self) -> Sequence[str]: ...
+
+    @property
+    def announcement(self) -> str: ...
 
     def check(self, schema: pa.Schema) -> None:
         """Look at the input's columns before any model is loaded.
@@ -48,6 +52,8 @@ class Job(Protocol):
     def answer(self, completion: Completion) -> Mapping[str, Any]:
         """``generation``, ``reasoning`` and the job's own ``fields`` for one completion without error; absent is null.
 
+        A shared column that means another thing in this job may be given too.
+
         Raises:
             RowError: the answer is no good (``invalid_output``).
         """
@@ -66,6 +72,10 @@ class TextJob:
     def prompt_columns(self) -> Sequence[str]:
         return self.prompts.columns
 
+    @property
+    def announcement(self) -> str:
+        return f"an answer has at most {self.prompts.defaults.max_tokens} tokens (sampling.max_tokens)"
+
     def check(self, schema: pa.Schema) -> None:
         self.prompts.check(schema.names)
 
@@ -74,14 +84,8 @@ class TextJob:
             id=record.row_key,
             prompt_token_ids=self.prompts.token_ids(record.columns),
             sampling=self.prompts.sampling(record.columns),
+            grammar=self.prompts.grammar(record.columns),
         )
 
     def answer(self, completion: Completion) -> Mapping[str, Any]:
-        return {"generation": self.prompts.tokenizer.decode(_without_end(completion), skip_special_tokens=True)}
-
-
-def _without_end(completion: Completion) -> Sequence[int]:
-    """The answer's tokens without the one that ended it, which may be an ordinary token (``stop_token_ids``)."""
-    ids = completion.token_ids
-    ended = completion.finish_reason == "stop" and bool(ids) and ids[-1] == completion.stop_reason
-    return ids[:-1] if ended else ids
+        return {"generation": completion.text}

@@ -6,7 +6,8 @@ Knows no file, no engine and no model; the tokenizer is handed in and owns the c
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,10 +16,12 @@ import jinja2
 from jinja2 import meta, nodes
 from jinja2.sandbox import SandboxedEnvironment
 
-from engine import SamplingParams
+from engine import Grammar, SamplingParams
+from pipeline.response_format import job_format, row_format
 from pipeline.types import RowError
 
 Message = dict[str, Any]
+_LOG = logging.getLogger(__name__)
 
 
 class Tokenizer(Protocol):
@@ -29,16 +32,19 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
+    def hide_control_words(self, text: str) -> str:
+        """``text`` for use in a larger one: ``encode`` then takes the control words in it for plain text."""
+        ...
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool,
+        control_words: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,22 +53,29 @@ class PromptOptions:
 
     ``system`` (or the text of ``system_file``) goes before every conversation that has no system message of its own.
     ``template`` (or ``template_file``) is Jinja over the row's columns; with one, the prompt columns are plain data.
-    ``messages_column`` is where conversations are read from.
+    ``response_format`` (or ``response_format_file``) is the form of every answer, as JSON text: OpenAI's response_format, or
+    of type regex or choice. ``messages_column`` is where conversations are read from. Control words such as <|im_end|> in
+    what a row brings are plain text, unless ``control_words`` says that they are control tokens. A conversation that ends
+    with the assistant's message is refused, unless ``continue_final_message`` says that the answer goes on from there.
     """
 
     system: str | None = None
     system_file: str | None = None
     template: str | None = None
     template_file: str | None = None
+    response_format: str | None = None
+    response_format_file: str | None = None
     messages_column: str = "messages"
+    control_words: bool = False
+    continue_final_message: bool = False
 
     def __post_init__(self) -> None:
-        for key in ("system", "template"):
+        for key in ("system", "template", "response_format"):
             if getattr(self, key) is not None and getattr(self, f"{key}_file") is not None:
                 raise ValueError(f"prompt.{key} and prompt.{key}_file: give one of the two")
 
     def text(self, key: str) -> str | None:
-        """The text of ``system`` or ``template``, from its file where it is given as one.
+        """The text of ``system``, ``template`` or ``response_format``, from its file where it is given as one.
 
         Raises:
             ValueError: the file is missing or is no UTF-8; the message names the key.
@@ -81,21 +94,28 @@ class Prompts:
     """Builds prompts and sampling for rows; ``chat`` wraps text in a user message and applies the chat template.
 
     ``messages`` rows always go through the chat template, ``prompt_token_ids`` never. A row may fill one of the three
-    prompt columns. Empty text is an error row; blanks are text. A conversation ends in an open assistant turn, so one
-    that ends with the assistant's message, or has a system message only, is an error row.
+    prompt columns. Empty text is an error row; blanks are text. A conversation ends in an open assistant turn; one with a
+    system message only is an error row.
+
+    Attributes:
+        defaults: the job's sampling, which a row's ``sampling_params`` go before.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, options: PromptOptions, sampling: SamplingParams, chat: bool) -> None:
         """Raises ValueError for settings that contradict each other or a template that does not compile."""
         self.tokenizer = tokenizer
         self._messages_column = options.messages_column
-        self._sampling = sampling
+        self.defaults = sampling
         self._chat = chat
+        self._control_words = options.control_words
+        self._continues = options.continue_final_message
+        self._warned = False
+        self._form = job_format(options.text("response_format"))
         self._system = options.text("system")
         text = options.text("template")
-        self._template = None if text is None else RowTemplate(text)
+        self._template = None if text is None else RowTemplate(text, change=self._plain)
         if self._system is not None and not chat:
-            raise ValueError("prompt.system: job=generate leaves prompts as raw text and has no place for it; use job=chat or drop it")
+            raise ValueError("prompt.system: this job leaves prompts as raw text and has no place for it; use job=chat or drop it")
 
     @property
     def columns(self) -> Sequence[str]:
@@ -141,29 +161,48 @@ class Prompts:
             raise RowError("bad_row", f"{' and '.join(given)}: a row may fill one of them only")
         value = columns[given[0]]
         if given[0] == "prompt":
-            return self._text_ids(_text(value, name="prompt"), columns)
+            return self._text_ids(self._plain(_text(value, name="prompt")), columns)
         if given[0] == "prompt_token_ids":
             return _checked_ids(value)
-        return self._chat_ids(_conversation(value, name=self._messages_column), columns)
+        return self._chat_ids(_conversation(value, name=self._messages_column, continues=self._continues), columns)
 
     def sampling(self, columns: Mapping[str, Any]) -> SamplingParams:
         """The job's sampling with the row's ``sampling_params`` (struct or JSON text) over it.
 
         Raises:
-            RowError: ``bad_params``; also where the row asks for a ``response_format``, which is not served.
+            RowError: ``bad_params``.
         """
-        if columns.get("response_format") is not None:
-            raise RowError("bad_params", "response_format: structured output is not served by this version")
         given = columns.get("sampling_params")
         if given is None:
-            return self._sampling
+            return self.defaults
         values = _from_json(given, name="sampling_params", code="bad_params")
         if not isinstance(values, Mapping):
             raise RowError("bad_params", f"sampling_params: {given!r} is no struct and no JSON object")
         try:
-            return SamplingParams.from_mapping({key: value for key, value in values.items() if value is not None}, defaults=self._sampling)
+            return SamplingParams.from_mapping(_without_nulls(values), defaults=self.defaults)
         except ValueError as error:
             raise RowError("bad_params", str(error)) from error
+
+    def grammar(self, columns: Mapping[str, Any]) -> Grammar | None:
+        """The form of the row's answer: its ``response_format`` (struct or JSON text), else the job's; None leaves it free.
+
+        Raises:
+            RowError: ``bad_params``.
+        """
+        return row_format(columns.get("response_format"), default=self._form)
+
+    def _plain(self, text: str) -> str:
+        """A row's text with its control words hidden; a raw prompt that has some may be meant otherwise, which is said once."""
+        if self._control_words:
+            return text
+        hidden = self.tokenizer.hide_control_words(text)
+        if hidden != text and not self._chat and not self._warned:
+            self._warned = True
+            _LOG.warning(
+                "a prompt holds control words such as <|im_start|>, which are read as plain text; "
+                "where prompts are written in the model's own notation, set prompt.control_words=true"
+            )
+        return hidden
 
     def _text_ids(self, text: str, columns: Mapping[str, Any]) -> list[int]:
         if text == "":
@@ -180,8 +219,15 @@ class Prompts:
             tools = _from_json(tools, name="tools", code="bad_row")
             if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
                 raise RowError("bad_row", "tools: not a list of tool descriptions")
+        continues = messages[-1]["role"] == "assistant"
         try:
-            ids = self.tokenizer.encode_chat(messages, add_generation_prompt=True, tools=tools or None)
+            ids = self.tokenizer.encode_chat(
+                messages,
+                add_generation_prompt=not continues,
+                continue_final_message=continues,
+                control_words=self._control_words,
+                tools=tools or None,
+            )
         except Exception as error:  # a model's template may raise anything; its words are for the row's author
             raise RowError("template_error", f"the chat template refused the row: {error}") from error
         return _not_empty(ids)
@@ -191,15 +237,18 @@ class RowTemplate:
     """A Jinja template over a row's columns, in Jinja's sandbox.
 
     A column whose name is no identifier is reached as ``row["its name"]``. A null or unknown column that would be
-    printed is an error, so the word None never gets into a prompt; write ``{{ context or "" }}`` to allow it.
+    printed is an error, so the word None never gets into a prompt; write ``{{ context or "" }}`` to allow it. What an
+    expression prints goes through ``change``, the template's own text does not.
 
     Attributes:
         names: every column that the template mentions by name.
         required: those of them that it does not test with ``is defined`` or give a ``default``.
     """
 
-    def __init__(self, text: str) -> None:
-        environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, finalize=_printable, autoescape=False)
+    def __init__(self, text: str, *, change: Callable[[str], str]) -> None:
+        environment = SandboxedEnvironment(
+            undefined=jinja2.StrictUndefined, finalize=lambda value: change(_printable(value)), autoescape=False
+        )
         try:
             tree = environment.parse(text)
             self._template = environment.from_string(text)
@@ -226,10 +275,10 @@ class RowTemplate:
             raise RowError("template_error", f"prompt.template: {error}") from error
 
 
-def _printable(value: Any) -> Any:
+def _printable(value: Any) -> str:
     if value is None:
         raise RowError("template_error", 'prompt.template prints a null; write {{ name or "" }} where a column may be null')
-    return _text(value, name="prompt.template") if isinstance(value, bytes) else value
+    return _text(value, name="prompt.template") if isinstance(value, bytes) else str(value)
 
 
 def _text(value: Any, *, name: str) -> str:
@@ -253,6 +302,11 @@ def _from_json(value: Any, *, name: str, code: Any) -> Any:
         raise RowError(code, f"{name}: the text is no JSON: {error}") from error
 
 
+def _without_nulls(value: Any) -> Any:
+    """Arrow gives every row all keys of a struct, null where the row lacks one."""
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
+
+
 def _not_empty(ids: list[int]) -> list[int]:
     if not ids:
         raise RowError("empty_prompt", "the prompt has no tokens")
@@ -266,7 +320,7 @@ def _checked_ids(value: Any) -> list[int]:
     return _not_empty(value)
 
 
-def _conversation(value: Any, *, name: str) -> list[Message]:
+def _conversation(value: Any, *, name: str, continues: bool) -> list[Message]:
     """A checked copy of a row's messages: keys that are null are left out, a list of text parts is joined.
 
     Null content is allowed only beside ``tool_calls`` and becomes an empty text.
@@ -279,8 +333,12 @@ def _conversation(value: Any, *, name: str) -> list[Message]:
     messages = [_message(item, name=f"{name}[{position}]") for position, item in enumerate(items)]
     if all(message["role"] == "system" for message in messages):
         raise RowError("bad_row", f"{name}: there is a system message only; add the user's")
-    if messages[-1]["role"] == "assistant":
-        raise RowError("bad_row", f"{name}: the last message is the assistant's own, so there is nothing to answer")
+    if messages[-1]["role"] == "assistant" and not continues:
+        raise RowError(
+            "bad_row",
+            f"{name}: the last message is the assistant's own, so there is nothing to answer; "
+            "set prompt.continue_final_message=true to go on from its end",
+        )
     return messages
 
 

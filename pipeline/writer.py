@@ -22,7 +22,8 @@ class OutputOptions:
 
     ``format`` is a module of ``pipeline/writers``. ``ipc`` is file or stream, ``compression`` zstd, lz4 or none.
     ``prefix`` goes before every added column's name. ``token_ids`` adds the columns prompt_token_ids and token_ids,
-    ``logprobs`` the answer's natural-log probabilities. A record batch has ``batch_bytes`` at most, or one row.
+    ``logprobs`` the columns logprobs, top_logprob_ids, top_logprobs and prompt_logprobs, which hold what a row's sampling
+    asks for. A record batch has ``batch_bytes`` at most, or one row.
     """
 
     format: str = "arrow"

@@ -58,8 +58,11 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def match(self, seq: Sequence) -> list[Node]:
-        """Published blocks that hold ``seq``'s leading tokens; at least one token is always left to compute."""
-        if not self.prefix_cache:
+        """Published blocks that hold ``seq``'s leading tokens; at least one token is always left to compute.
+
+        A prompt whose probabilities are wanted is computed whole, since the cache has none.
+        """
+        if not self.prefix_cache or seq.scores_prompt:
             return []
         return self.tree.match(seq.block_key(i, self.block_size) for i in range((len(seq.tokens) - 1) // self.block_size))
 
@@ -153,7 +156,7 @@ class BlockManager:
     def edge_after(self, seq: Sequence, prefix: list[Node]) -> Edge | None:
         """The edge that a waiting ``seq`` could follow next if somebody published it; None past its last usable block."""
         index = len(prefix)
-        if not self.prefix_cache or (index + 1) * self.block_size >= len(seq.tokens):
+        if not self.prefix_cache or seq.scores_prompt or (index + 1) * self.block_size >= len(seq.tokens):
             return None
         return prefix[-1] if prefix else self.tree.root, seq.block_key(index, self.block_size)
 

@@ -1,7 +1,7 @@
 """Turns a step's plan into the tensors that the model and the attention read.
 
 Knows sequences and their blocks; decides nothing and computes nothing of the model.
-Shape suffixes: T tokens of the step, M rows that sample.
+Shape suffixes: T tokens of the step, M rows that sample, N rows that score.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Batch:
         positions_T: each token's position in its sequence.
         slots_T: where each token's keys and values go.
         sampling_rows_M: rows of T whose logits are drawn from, in plan order.
+        scoring_rows_N: rows of T whose logits give a prompt token's probability, in plan order.
+        scored_ids_N: those prompt tokens.
         attention: whose rows are whose, and which blocks each sequence reads.
     """
 
@@ -33,6 +35,8 @@ class Batch:
     positions_T: Tensor
     slots_T: Tensor
     sampling_rows_M: Tensor
+    scoring_rows_N: Tensor
+    scored_ids_N: Tensor
     attention: AttentionInputs
 
 
@@ -52,11 +56,16 @@ def build_batch(plan: StepPlan, *, block_size: int, device: torch.device) -> Bat
 
     seq_T = np.repeat(np.arange(len(counts)), counts)
     positions_T = np.arange(len(seq_T)) + np.repeat(starts - query_starts[:-1], counts)
+    scores = [(chunk, int(first)) for chunk, first in zip(plan.chunks, query_starts, strict=False) if chunk.scores]
+    scoring_rows = [first + position - 1 - chunk.start for chunk, first in scores for position in chunk.scores]
+    scored_ids = [chunk.seq.tokens[position] for chunk, _ in scores for position in chunk.scores]
     samples = np.array([chunk.samples for chunk in plan.chunks], dtype=bool)
     return Batch(
         token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)).to(device),
         positions_T=torch.from_numpy(positions_T).to(device),
         slots_T=torch.from_numpy(attention.slots(seq_T, positions_T)).to(device),
+        scoring_rows_N=torch.tensor(scoring_rows, dtype=torch.int64, device=device),
+        scored_ids_N=torch.tensor(scored_ids, dtype=torch.int64, device=device),
         sampling_rows_M=torch.from_numpy(query_starts[1:][samples] - 1).to(device),
         attention=attention,
     )

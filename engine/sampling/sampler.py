@@ -1,23 +1,28 @@
 """Draws one token for each row of logits, each row by its own request's settings.
 
-Knows the order of the work: greedy rows are an argmax, the others go through the transforms and the inverse of the
-cumulative distribution at their own uniform number. It keeps no state, so a draw depends on its own row alone.
+Knows the order of the work: logits are adjusted by each row's rules; then greedy rows are an argmax, and the others go
+through the transforms and the inverse of the cumulative distribution at their own uniform number. It keeps no state, so a
+draw depends on its own row alone.
 Shape suffixes: M rows to draw for, R of them that are not greedy, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as SequenceOf
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.sampling.adjust import adjust
+from engine.sampling.logprobs import candidates, score
 from engine.sampling.rng import uniform
 from engine.sampling.transforms import transform
 from engine.sequence import Sequence
 from engine.types import Draw
+
+_MAX_REDRAWS = 16
 
 
 class _Row(NamedTuple):
@@ -42,27 +47,63 @@ class Sampler:
 
         The draws of one row are for the sequence's own sample and those that fork from it, by sample index. A
         draw's logprob is the log-softmax of the plain logits, over all V, at the drawn token. Of equal largest logits the
-        lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone.
+        lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone. The draws of a
+        beam are its candidates, the best first.
         """
+        of_beams = [m for m, seq in enumerate(seqs) if seq.request.sampling.uses_beams]
+        if not of_beams:
+            return self._draw(logits_MV, seqs)
+        of_samples = [m for m, seq in enumerate(seqs) if not seq.request.sampling.uses_beams]
+        ranked = candidates(logits_MV[of_beams], [seqs[m] for m in of_beams], num_valid_tokens=self.num_valid_tokens)
+        drawn = iter(self._draw(logits_MV[of_samples], [seqs[m] for m in of_samples]) if of_samples else [])
+        draws_of_beams = dict(zip(of_beams, ranked, strict=True))
+        return [draw for m, seq in enumerate(seqs) for draw in draws_of_beams.get(m) or islice(drawn, seq.num_draws)]
+
+    def _draw(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
         rows = [_Row(seq, seq.sample_index + index) for seq in seqs for index in range(seq.num_draws)]
         if len(rows) > len(seqs):
             logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
-        valid_MV = logits_MV[:, : self.num_valid_tokens]
-        token_ids_M = valid_MV.argmax(-1)
+        valid_MV = adjust(logits_MV[:, : self.num_valid_tokens], [row.seq for row in rows])
+        token_ids_M = self._choose(valid_MV, rows)
+        self._keep_to_grammars(token_ids_M, valid_MV, rows)
+        params = [row.seq.request.sampling for row in rows]
+        return score(
+            logits_MV,
+            token_ids_M,
+            num_top=[p.logprobs or 0 for p in params],
+            extra_ids=[p.logprob_token_ids for p in params],
+        )
+
+    def _choose(self, logits_MV: Tensor, rows: list[_Row], *, attempt: int = 0) -> Tensor:
+        token_ids_M = logits_MV.argmax(-1)  # of equal ones the first
         by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
         if by_chance:
             index_R = torch.tensor(by_chance, device=logits_MV.device)
-            token_ids_M[index_R] = self._draw_by_chance(valid_MV[index_R], [rows[m] for m in by_chance])
-        logprobs_M = torch.log_softmax(logits_MV, dim=-1).gather(1, token_ids_M[:, None]).squeeze(1)
-        return [
-            Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob)
-            for token_id, logprob in zip(token_ids_M.tolist(), logprobs_M.tolist(), strict=True)
-        ]
+            token_ids_M[index_R] = self._draw_by_chance(logits_MV[index_R], [rows[m] for m in by_chance], attempt=attempt)
+        return token_ids_M
 
-    def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row]) -> Tensor:
+    def _keep_to_grammars(self, token_ids_M: Tensor, logits_MV: Tensor, rows: list[_Row]) -> None:
+        """Draw again in place, without that token, where the draw leaves no room to end in time.
+
+        So a token is drawn by its share among all that fit, without a look at each. After a few tries the row is closed.
+        """
+        in_grammar = [(m, row.seq.grammar) for m, row in enumerate(rows) if row.seq.grammar is not None]
+        for attempt in range(1, _MAX_REDRAWS + 1):
+            in_grammar = [(m, grammar) for m, grammar in in_grammar if not grammar.fits(int(token_ids_M[m]))]
+            if not in_grammar:
+                return
+            index_R = torch.tensor([m for m, _ in in_grammar], device=logits_MV.device)
+            logits_MV[index_R, token_ids_M[index_R]] = -torch.inf
+            token_ids_M[index_R] = self._choose(logits_MV[index_R], [rows[m] for m, _ in in_grammar], attempt=attempt)
+        for m, grammar in in_grammar:
+            if not grammar.fits(int(token_ids_M[m])):
+                token_ids_M[m] = grammar.closing_token_id
+
+    def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row], *, attempt: int) -> Tensor:
         """The first token id whose cumulative probability, in id order and float64, exceeds the row's uniform number."""
         chance_R = [
-            uniform(seq.request, engine_seed=self.seed, sample_index=sample_index, position=seq.num_generated) for seq, sample_index in rows
+            uniform(seq.request, engine_seed=self.seed, sample_index=sample_index, position=seq.num_generated, attempt=attempt)
+            for seq, sample_index in rows
         ]
         cumulative_RV = torch.softmax(transform(logits_RV, [row.seq for row in rows]), dim=-1).cumsum(-1, dtype=torch.float64)
         target_R1 = cumulative_RV[:, -1:] * torch.tensor(chance_R, dtype=torch.float64, device=logits_RV.device)[:, None]

@@ -1,4 +1,4 @@
-"""From plain logits to the ones that a token is drawn from: pure functions, and the order in which they run.
+"""From the logits that the rules leave to the ones that a token is drawn from: pure functions, and their order.
 
 Names, meaning and order are vLLM's: temperature, min_p, top_k, top_p, each on what the one before left. A ruled-out token
 has logit -inf; the largest logit is never ruled out. Equal logits rank by token id, the lower first, so top_k keeps
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
-from engine.types import SamplingParams
 
 # Below this a temperature picks the largest logit anyway; float32 could not hold the quotients.
 _MIN_TEMPERATURE = 1e-30

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Sequence as SequenceOf
+from typing import TYPE_CHECKING
 
+from engine.grammar.spec import GrammarError
 from engine.kv.manager import BlockManager, Edge
+from engine.rules import Rules, Vocabulary
+from engine.scheduler.answers import answer, beam_answers, error
+from engine.scheduler.beams import Beams
 from engine.scheduler.policy import PrefixFirst
-from engine.scheduler.stopping import finish
+from engine.scheduler.stopping import TextWatch, ending
 from engine.sequence import Sequence
 from engine.stats import Stats
-from engine.types import Chunk, Completion, Draw, FinishReason, Request, StepPlan
+from engine.types import Chunk, Completion, Draw, Request, StepPlan
+
+if TYPE_CHECKING:
+    from engine.grammar.compiler import Grammars
 
 # Waiting sequences that are looked at in one step; the rest are behind them in prefix order and would share their fate.
 _SCAN_FACTOR = 2
@@ -28,6 +36,9 @@ class Scheduler:
         max_num_batched_tokens: token budget of a step.
         max_model_len: most tokens of a prompt and its answer; also bounded by the pool.
         eos_token_ids: tokens that end an answer.
+        vocab_size: token ids from here on are unknown to the model.
+        vocabulary: reads stop texts and writes the answers' text; without one completions have none.
+        grammars: compiles the forms that requests ask for; without them such requests are refused.
     """
 
     def __init__(
@@ -38,6 +49,9 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        vocab_size: int,
+        vocabulary: Vocabulary | None = None,
+        grammars: Grammars | None = None,
         stats: Stats | None = None,
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "each running sequence needs a token a step"
@@ -47,6 +61,9 @@ class Scheduler:
         self.max_len = min(max_model_len, kv.num_blocks * kv.block_size)
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = vocab_size
+        self.vocabulary = vocabulary
+        self.grammars = grammars
         self.stats = stats or Stats()
         self.waiting = PrefixFirst()
         self.running: list[Sequence] = []  # oldest admission first
@@ -66,12 +83,21 @@ class Scheduler:
             raise ValueError(f"request id {request.id!r} is in flight already; ids must differ")
         num_tokens = len(request.prompt_token_ids)
         if num_tokens == 0:
-            return _error(request, "empty_prompt", "the prompt has no tokens; give it some text")
-        if num_tokens >= self.max_len:
-            return _error(request, "too_long", self._too_long(num_tokens))
-        max_len = min(num_tokens + request.sampling.max_tokens, self.max_len)
+            return error(request, "empty_prompt", "the prompt has no tokens; give it some text")
+        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.vocab_size:
+            return error(request, "bad_row", f"a prompt token id is not in 0..{self.vocab_size - 1}, the model's vocabulary")
+        if num_tokens + min(1, request.sampling.max_tokens) > self.max_len:
+            return error(request, "too_long", self._too_long(num_tokens))
+        try:
+            seq = self._sequence(request)
+        except GrammarError as refusal:
+            return error(request, "grammar_error", str(refusal))
+        except ValueError as refusal:
+            return error(request, "bad_params", str(refusal))
+        if num_tokens == 1 and request.sampling.max_tokens == 0:
+            return Completion(request_id=request.id, finish_reason="length", num_prompt_tokens=1, prompt_logprobs=())
         self._samples[request.id] = []
-        self.waiting.add(Sequence(request, max_len=max_len))
+        self.waiting.add(seq)
         return None
 
     def schedule(self) -> StepPlan:
@@ -92,17 +118,25 @@ class Scheduler:
         """
         queue = deque(draws)
         advanced: list[Sequence] = []
-        broken: list[Sequence] = []
+        searches: dict[Beams, None] = {}
+        broken: dict[str | int, Sequence] = {}
         for chunk in plan.chunks:
             seq = chunk.seq
+            scored = [queue.popleft() for _ in chunk.scores]
             drawn = [queue.popleft() for _ in range(seq.num_draws)] if chunk.samples else []
             seq.num_computed += chunk.num_tokens
-            if any(draw.token_id < 0 for draw in drawn):
-                broken.append(seq)  # what it computed is nothing to share
+            if any(draw.token_id < 0 for draw in (*scored, *drawn)):
+                broken[seq.request.id] = seq  # what it computed is nothing to share
                 continue
             self.kv.publish(seq)
-            if drawn:
+            seq.prompt_scores += scored
+            if drawn and seq.beams is not None:
+                seq.beams.offer(seq, drawn)
+                searches[seq.beams] = None
+            elif drawn:
                 advanced += self._append(seq, drawn)
+            elif seq.num_pending == 0:
+                advanced.append(seq)  # its prompt is scored and nothing is to be drawn
         assert not queue, "more draws than the plan asked for"
         self.stats.record_step(
             num_seqs=len(plan.chunks),
@@ -111,7 +145,12 @@ class Scheduler:
             num_stored=self.kv.num_stored(self.running),
             block_size=self.kv.block_size,
         )
-        return [self._fail(seq) for seq in broken] + [done for seq in advanced for done in self._finish(seq)]
+        done = [self._fail(seq) for seq in broken.values()]
+        for seq in advanced:
+            done += self._finish(seq)
+        for beams in searches:
+            done += self._search_on(beams)
+        return done
 
     def abort(self, request_id: str | int) -> bool:
         """Forget a request wherever it is; all its blocks come back. False where it is unknown or finished."""
@@ -120,6 +159,11 @@ class Scheduler:
         for seq in [seq for seq in (*self.running, *self.waiting) if seq.request.id == request_id]:
             self._drop(seq)
         return True
+
+    @property
+    def _num_free_places(self) -> int:
+        """Sequences that may start to run; a search keeps the places that its beams will need."""
+        return self.max_num_seqs - sum(seq.num_places for seq in self.running)
 
     def _grant_budget(self) -> dict[Sequence, int]:
         """Tokens for each running sequence: one for everybody, so that all go on; prefills share the rest, oldest first."""
@@ -152,11 +196,11 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        if budget == 0 or len(self.running) >= self.max_num_seqs or not len(self.waiting):
+        if budget == 0 or self._num_free_places <= 0 or not len(self.waiting):
             return chunks
         in_flight = {edge for seq in self.running if (edge := self.kv.next_edge(seq)) is not None}
         for seq in self.waiting.candidates(limit=_SCAN_FACTOR * self.max_num_seqs):
-            if budget == 0 or len(self.running) >= self.max_num_seqs:
+            if budget == 0 or self._num_free_places < seq.num_places:
                 break
             prefix = self.kv.match(seq)
             if self._twin_is_computing(self.kv.edge_after(seq, prefix), in_flight):
@@ -188,34 +232,94 @@ class Scheduler:
 
     def _append(self, seq: Sequence, drawn: list[Draw]) -> list[Sequence]:
         """Give ``seq`` its draw, and each further draw to a sample that forks off. Returns all of them."""
-        samples = [seq, *(seq.fork(sample_index=index) for index in range(1, len(drawn)))]
+        forks = range(1, len(drawn))
+        samples = [seq, *(seq.fork(sample_index=index, watch=self._watch(seq.rules, seq.request)) for index in forks)]
         for sample, draw in zip(samples, drawn, strict=True):
-            sample.append(*draw)
-        for child in samples[1:]:
-            if len(self.running) < self.max_num_seqs:
-                self.kv.fork(seq, child)
-                self.running.append(child)
-            else:
-                child.num_lost = seq.num_computed
-                self.waiting.resume(child)
+            sample.append(draw)
+        self._branch(seq, samples)
         self.stats.num_generated_tokens += len(drawn)
         return samples
 
+    def _branch(self, seq: Sequence, branch: list[Sequence]) -> None:
+        """Let ``seq`` go on as ``branch``, itself and forks of it: these share its blocks, or wait for a place."""
+        runs = seq in self.running
+        for child in branch[1:] if runs else branch:
+            if runs and self._num_free_places > 0:
+                self.kv.fork(seq, child)
+                self.running.append(child)
+            else:
+                child.num_lost = len(child.tokens) - 1
+                self.waiting.resume(child)
+
+    def _search_on(self, beams: Beams) -> list[Completion]:
+        """Let ``beams`` pick when the last one has its candidates; gives the answers when the search is over.
+
+        Until then those that wait hold neither blocks nor places, or the others might never find any.
+        """
+        if beams.request.id not in self._samples:
+            return []
+        if not beams.is_complete:
+            self._let_go(beams.ready)
+            return []
+        branches = beams.pick()
+        self._let_go([beam for beam, branch in branches.items() if not branch])
+        for beam, branch in branches.items():
+            self._branch(beam, branch)
+        if not beams.is_done:
+            return []
+        del self._samples[beams.request.id]
+        answers = beam_answers(beams, vocabulary=self.vocabulary)
+        self.stats.num_generated_tokens += sum(len(completion.token_ids) for completion in answers)
+        return answers
+
+    def _let_go(self, seqs: list[Sequence]) -> None:
+        for seq in seqs:
+            if seq in self.running:
+                self._drop(seq)
+
     def _finish(self, seq: Sequence) -> list[Completion]:
         """The completions of ``seq``'s request if its newest token ended it and it was the last sample, else nothing."""
-        ending = finish(seq, eos_token_ids=self.eos_token_ids)
-        if ending is None or seq.request.id not in self._samples:
+        reason = ending(seq)
+        if reason is None or seq.request.id not in self._samples:
             return []
         self._drop(seq)
         samples = self._samples[seq.request.id]
-        samples.append(_completion(seq, *ending))
+        samples.append(answer(seq, reason, vocabulary=self.vocabulary))
         if len(samples) < seq.request.sampling.n:
             return []
         return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
 
+    def _sequence(self, request: Request) -> Sequence:
+        """Raises ValueError where the request's settings do not go with this engine; the message names the key."""
+        sampling = request.sampling
+        rules = Rules.of(sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
+        max_len = min(len(request.prompt_token_ids) + sampling.max_tokens, self.max_len)
+        seq = Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request))
+        if request.grammar is not None:
+            if self.grammars is None:
+                raise GrammarError("this engine has no tokenizer, which an answer in a given form needs")
+            seq.grammar = self.grammars.start(request.grammar, sampling=sampling, budget=max_len - seq.num_prompt)
+        if sampling.uses_beams:
+            if seq.num_places > self.max_num_seqs:
+                raise ValueError(f"sampling.num_beams: {sampling.num_beams} is over engine.max_num_seqs ({self.max_num_seqs})")
+            if seq.num_draws > self.vocab_size:
+                raise ValueError(
+                    f"sampling.num_beams: {sampling.num_beams} beams choose among {seq.num_draws} tokens, the model has {self.vocab_size}"
+                )
+            seq.beams = Beams(seq)
+        return seq
+
+    def _watch(self, rules: Rules, request: Request) -> TextWatch | None:
+        if not rules.stop:
+            return None
+        assert self.vocabulary is not None, "Rules.of refuses texts without one"
+        sampling = request.sampling
+        decoder = self.vocabulary.incremental_decoder(skip_special_tokens=sampling.skip_special_tokens)
+        return TextWatch(decoder, stop=rules.stop, include_stop=sampling.include_stop_str_in_output)
+
     def _fail(self, seq: Sequence) -> Completion:
         self.abort(seq.request.id)
-        return _error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
+        return error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
 
     def _drop(self, seq: Sequence) -> None:
         if seq in self.running:
@@ -237,27 +341,5 @@ class Scheduler:
 
 
 def _chunk(seq: Sequence, num_tokens: int) -> Chunk:
-    return Chunk(seq, seq.num_computed, num_tokens, samples=num_tokens == seq.num_pending)
-
-
-def _completion(seq: Sequence, finish_reason: FinishReason, stop_reason: int | str | None) -> Completion:
-    return Completion(
-        request_id=seq.request.id,
-        sample_index=seq.sample_index,
-        token_ids=tuple(seq.tokens[seq.num_prompt :]),
-        logprobs=tuple(seq.logprobs),
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        num_prompt_tokens=seq.num_prompt,
-        num_cached_tokens=seq.num_cached or 0,
-    )
-
-
-def _error(request: Request, code: str, message: str) -> Completion:
-    return Completion(
-        request_id=request.id,
-        finish_reason="error",
-        num_prompt_tokens=len(request.prompt_token_ids),
-        error_code=code,
-        error_message=message,
-    )
+    samples = seq.draws and num_tokens == seq.num_pending
+    return Chunk(seq, seq.num_computed, num_tokens, samples=samples, scores=seq.scores_in(seq.num_computed, num_tokens))

@@ -45,12 +45,29 @@ class OracleRunner:
         for chunk in plan.chunks:
             for position in range(chunk.start + chunk.num_tokens):
                 assert self.slots[self._slot(chunk.seq, position)] == hashes[chunk.seq][position], "read a foreign slot"
-        return [self.draw(seq, hashes[seq][-1], i) for seq, _, _, _ in plan.sampling for i in range(seq.num_draws)]
+        results = []
+        for chunk in plan.chunks:
+            results += [Draw(chunk.seq.tokens[p], self.score(hashes[chunk.seq][p])) for p in chunk.scores]
+            if chunk.samples and chunk.seq.beams is not None:
+                results += self.distribution(hashes[chunk.seq][-1])[: chunk.seq.num_draws]
+            elif chunk.samples:
+                results += [self.draw(chunk.seq, hashes[chunk.seq][-1], i) for i in range(chunk.seq.num_draws)]
+        return results
+
+    @staticmethod
+    def score(prefix_hash: int) -> float:
+        return -float(prefix_hash % 89)
 
     def draw(self, seq, prefix_hash: int, index: int) -> Draw:
         """Like a seeded draw: it depends on the prefix and on which sample of the request it is for."""
         noise = hash((prefix_hash, seq.sample_index + index))
         return Draw(noise % self.vocab_size, -float(noise % 97))
+
+    def distribution(self, prefix_hash: int) -> list[Draw]:
+        """Every token as a beam's candidate, the best first, of equal ones the lowest."""
+        logprobs = [-float(hash((prefix_hash, token_id, 61)) % 61) / 4 for token_id in range(self.vocab_size)]
+        best_first = sorted(range(self.vocab_size), key=lambda token_id: -logprobs[token_id])
+        return [Draw(token_id, logprobs[token_id], (), logprobs[token_id]) for token_id in best_first]
 
     def _slot(self, seq, position: int) -> int:
         return seq.blocks[position // self.block_size] * self.block_size + position % self.block_size
@@ -67,6 +84,7 @@ class OracleEngine(Engine):
             max_num_batched_tokens=budget,
             max_model_len=max_model_len,
             eos_token_ids={EOS},
+            vocab_size=1000,
         )
         super().__init__(scheduler=scheduler, runner=OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size))
 
@@ -83,18 +101,48 @@ def oracle_engine() -> type[OracleEngine]:
 
 @pytest.fixture(scope="session")
 def answers_alone():
-    """What a request must get whatever else runs: for each sample the draws of its own prefix hashes, nothing more."""
+    """What a request must get whatever else runs: what its own prefix hashes give, nothing more."""
 
-    def answers(request, *, vocab_size: int = 7) -> list[tuple[int, ...]]:
+    def answers(request, *, vocab_size: int = 7) -> list[tuple[tuple[int, ...], tuple[float, ...] | None]]:
         device = OracleRunner(num_blocks=0, block_size=1, vocab_size=vocab_size)
-        return [_answer(device, Sequence(request, max_len=10_000, sample_index=i)) for i in range(request.sampling.n)]
+        scores = tuple(device.score(value) for value in prefix_hashes(request.prompt_token_ids)[1:])
+        if request.sampling.uses_beams:
+            found = _beam_search(device, request)
+        else:
+            found = [_answer(device, Sequence(request, max_len=10_000, sample_index=i)) for i in range(request.sampling.n)]
+        return [(token_ids, scores if request.sampling.prompt_logprobs is not None else None) for token_ids in found]
 
     return answers
 
 
 def _answer(device: OracleRunner, seq: Sequence) -> tuple[int, ...]:
     while seq.num_generated < seq.request.sampling.max_tokens:
-        seq.append(*device.draw(seq, prefix_hashes(seq.tokens)[-1], 0))
+        seq.append(device.draw(seq, prefix_hashes(seq.tokens)[-1], 0))
         if seq.tokens[-1] == EOS:
             break
     return tuple(seq.tokens[seq.num_prompt :])
+
+
+def _beam_search(device: OracleRunner, request) -> list[tuple[int, ...]]:
+    """Beam search over the whole vocabulary at each length, on plain tuples."""
+    sampling = request.sampling
+    width, penalty = sampling.num_beams, sampling.length_penalty
+    beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    done: list[tuple[float, tuple[int, ...]]] = []
+    for length in range(1, sampling.max_tokens + 1):
+        grown = [
+            (total + draw.adjusted_logprob, (*answer, draw.token_id))
+            for total, answer in beams
+            for draw in device.distribution(prefix_hashes([*request.prompt_token_ids, *answer])[-1])
+        ]
+        grown.sort(key=lambda beam: -beam[0])
+        ended = [beam for beam in grown if length == sampling.max_tokens or beam[1][-1] == EOS]
+        done += [(total / length**penalty, answer) for total, answer in grown[:width] if (total, answer) in ended]
+        done = sorted(done, key=lambda beam: -beam[0])[:width]
+        beams = [beam for beam in grown if beam not in ended][:width]
+        if len(done) == width and sampling.early_stopping is True:
+            break
+        hoped_length = sampling.max_tokens if sampling.early_stopping == "never" and penalty > 0 else length
+        if len(done) == width and beams and beams[0][0] / hoped_length**penalty <= done[-1][0]:
+            break
+    return [answer for _, answer in done[: sampling.n]]

@@ -3,9 +3,31 @@
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from engine.types import Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Request
 
 SETTINGS = settings(max_examples=400, deadline=None)
+
+
+@st.composite
+def rows(draw, stems, *, max_num_seqs):
+    """A prompt with settings: so many samples or beams, or only scores."""
+    prompt = [*draw(st.sampled_from(stems)), 1, *draw(st.lists(st.integers(1, 4), min_size=1, max_size=8))]
+    num_beams = min(draw(st.sampled_from([1, 1, 2, 3])), max_num_seqs)
+    scored = draw(st.sampled_from([None, None, 0]))
+    if num_beams == 1:
+        max_tokens = draw(st.integers(1 if scored is None else 0, 12))
+        settings = {"n": draw(st.integers(1, 3)) if max_tokens else 1}
+    else:
+        max_tokens = draw(st.integers(1, 12))
+        settings = {
+            "n": draw(st.integers(1, num_beams)),
+            "temperature": 0.0,
+            "num_beams": num_beams,
+            "length_penalty": draw(st.sampled_from([0.0, 1.0, 2.0, -1.0])),
+            "early_stopping": draw(st.sampled_from([True, False, "never"])),
+        }
+    return prompt, SamplingParams(max_tokens=max_tokens, prompt_logprobs=scored, **settings)
 
 
 @st.composite
@@ -14,17 +36,8 @@ def workloads(draw):
     block_size = draw(st.integers(1, 5))
     max_num_seqs = draw(st.integers(1, 8))
     stems = draw(st.lists(st.lists(st.integers(1, 4), min_size=0, max_size=14), min_size=1, max_size=3))
-    rows = draw(
-        st.lists(
-            st.tuples(st.sampled_from(stems), st.lists(st.integers(1, 4), min_size=1, max_size=8), st.integers(1, 12), st.integers(1, 3)),
-            min_size=1,
-            max_size=14,
-        )
-    )
-    requests = [
-        Request(id=i, prompt_token_ids=[*stem, *tail], sampling=SamplingParams(max_tokens=max_tokens, n=n))
-        for i, (stem, tail, max_tokens, n) in enumerate(rows)
-    ]
+    drawn = draw(st.lists(rows(stems, max_num_seqs=max_num_seqs), min_size=1, max_size=14))
+    requests = [Request(id=i, prompt_token_ids=prompt, sampling=sampling) for i, (prompt, sampling) in enumerate(drawn)]
     longest = max(len(r.prompt_token_ids) + r.sampling.max_tokens for r in requests)
     return requests, {
         "block_size": block_size,
@@ -35,12 +48,13 @@ def workloads(draw):
     }
 
 
-def by_request(completions) -> dict[int, list[tuple[int, ...]]]:
-    answers: dict[int, list[tuple[int, ...]]] = {}
+def by_request(completions) -> dict:
+    """Request id -> for each sample its tokens and its prompt's log probabilities."""
+    answers: dict = {}
     for completion in completions:
         samples = answers.setdefault(completion.request_id, [])
         assert completion.sample_index == len(samples), "samples come in order"
-        samples.append(completion.token_ids)
+        samples.append((completion.token_ids, completion.prompt_logprobs))
     return answers
 
 
@@ -53,9 +67,11 @@ def test_answers_do_not_depend_on_what_else_runs(oracle_engine, answers_alone, w
     assert engine.scheduler.kv.num_held == 0, "every block is free or cached when nothing runs"
     stats = engine.stats
     assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
-    computed = stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_recomputed_tokens + stats.num_generated_tokens
-    # The token that ends an answer is drawn and never computed.
-    assert engine.runner.num_computed == stats.num_step_tokens == computed - sum(r.sampling.n for r in requests)
+    assert engine.runner.num_computed == stats.num_step_tokens
+    if not any(r.sampling.uses_beams for r in requests):  # a search also computes beams that come to nothing
+        computed = stats.num_prompt_tokens - stats.num_cached_tokens + stats.num_recomputed_tokens + stats.num_generated_tokens
+        # The token that ends an answer is drawn and never computed.
+        assert stats.num_step_tokens == computed - sum(r.sampling.n for r in requests)
 
 
 @SETTINGS
@@ -75,7 +91,7 @@ def test_scarce_pool_preempts_and_loses_nothing(oracle_engine, answers_alone, n)
     engine = oracle_engine(num_blocks=14, block_size=4)
     answers = by_request(engine.generate(requests))
     assert engine.stats.num_preemptions > 0
-    assert all(len(sample) == 40 for samples in answers.values() for sample in samples)
+    assert all(len(token_ids) == 40 for samples in answers.values() for token_ids, _ in samples)
     ample = oracle_engine(num_blocks=400, block_size=4)
     assert by_request(ample.generate(requests)) == answers
     assert ample.stats.num_preemptions == 0
@@ -91,4 +107,29 @@ def test_samples_share_the_prompt_and_copy_only_its_open_block(oracle_engine, pr
     assert engine.scheduler.kv.num_held == 4 + 5, "each writer but the last took a copy of the open block"
     assert engine.stats.num_step_tokens == 18 + 5
     assert [c.sample_index for c in engine.step()] == [0, 1, 2, 3, 4]
+    assert engine.scheduler.kv.num_held == 0
+
+
+def test_beams_share_the_prompt_and_copy_only_the_open_block(oracle_engine, answers_alone):
+    sampling = SamplingParams(max_tokens=4, temperature=0.0, num_beams=5, n=5)
+    request = Request(id=0, prompt_token_ids=list(range(1, 19)), sampling=sampling)
+    engine = oracle_engine(num_blocks=100, block_size=4, vocab_size=50)
+    engine.submit(request)
+    engine.step()
+    assert engine.scheduler.kv.num_held == 5, "four full blocks and the open one, once for all beams"
+    engine.step()
+    assert engine.scheduler.kv.num_held <= 4 + 5, "each beam has no more than an open block of its own"
+    assert engine.stats.num_step_tokens == 18 + 5
+    assert by_request([*engine.step(), *engine.step()])[0] == answers_alone(request, vocab_size=50)
+    assert engine.scheduler.kv.num_held == 0
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_beams_that_do_not_fit_together_take_turns(oracle_engine, answers_alone, prefix_cache):
+    """Two searches of four beams on a pool that holds hardly more than one sequence."""
+    sampling = SamplingParams(max_tokens=16, temperature=0.0, num_beams=4, n=4, length_penalty=2.0, early_stopping="never")
+    requests = [Request(id=i, prompt_token_ids=[1 + i] * 9, sampling=sampling) for i in range(2)]
+    engine = oracle_engine(num_blocks=8, block_size=4, prefix_cache=prefix_cache)
+    assert by_request(engine.generate(requests)) == {r.id: answers_alone(r) for r in requests}
+    assert engine.stats.num_preemptions > 0
     assert engine.scheduler.kv.num_held == 0

@@ -69,7 +69,7 @@ def test_configuration_is_shown_with_absolute_paths(pagemill: Any, tmp_path: Pat
         (["run", "input.path=in.jsonl", "engine.max_num_sequences=3"], "engine.max_num_sequences: unknown key"),
         (["input.path=in.jsonl", "sampling.top_k=many"], "sampling.top_k: value 'many'"),
         (["run", "input.path=in.jsonl", "modle=x"], "modle: unknown key, did you mean model?"),
-        (["run", "input.path=in.jsonl", "job=poem"], "job: there is no 'poem'; choose one of chat, generate"),
+        (["run", "input.path=in.jsonl", "job=poem"], "job: there is no 'poem'; choose one of chat, generate, score"),
         (["run", "input.path=in.jsonl", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this; quote"),
         (["run"], "input.path: there is no value"),
         (["walk", "input.path=in.jsonl"], "there is no command 'walk'; the commands are run, bench"),

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, strategies as st
 from omegaconf import OmegaConf
 
 from jobs._app import read_run
 from jobs._compose import _stem
-from jobs._schema import absolute, schema_of, typed
+from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 
 REFUSED = [
     ("engine.max_num_seq=3", "engine.max_num_seq: unknown key, did you mean max_num_seqs?"),
@@ -32,6 +33,9 @@ REFUSED = [
     ("kv_cache.memory=lots", "kv_cache.memory: 'lots' is not a size; write for example"),
     ("kv_cache.block_size=0", "kv_cache.block_size: 0 is not in 1..1024"),
     ("sampling.stop_token_ids=[a]", "sampling.stop_token_ids[0]: value 'a'"),
+    ("sampling.stop=END", "sampling.stop: invalid value"),
+    ('sampling.stop=[""]', "sampling.stop: an empty text"),
+    ("sampling.logit_bias={a: 1}", "sampling.logit_bias: {'a': 1} does not map token ids to numbers"),
     ("sampling.temperature=-1", "sampling.temperature: -1.0 is not a number in [0, inf]"),
     ("model.dtype=float8", "model.dtype: 'float8' is not one of auto, float32"),
     ("output.compression=rar", "output.compression: 'rar' is not one of zstd"),
@@ -108,6 +112,51 @@ def test_another_model_path_drops_the_hash_of_the_option() -> None:
 
 def test_seed_keys_the_engine() -> None:
     assert read_run(["input.path=rows.jsonl", "seed=7"]).engine.seed == 7
+
+
+SAMPLING = [
+    ("sampling.stop=[END,STOP]", "stop", ("END", "STOP")),
+    ('sampling.stop=["###","\\n"]', "stop", ("###", "\\n")),  # the rule again: a backslash stays one
+    ("sampling.bad_words=[never, ever]", "bad_words", ("never", "ever")),
+    ("sampling.logit_bias={42: -5, 7: 0.5}", "logit_bias", {42: -5.0, 7: 0.5}),
+    ("sampling.logit_bias.42=-5", "logit_bias", {42: -5.0}),
+    ("sampling.allowed_token_ids=[1,2]", "allowed_token_ids", (1, 2)),
+    ("sampling.logprob_token_ids=[3]", "logprob_token_ids", (3,)),
+    ("sampling.prompt_logprobs=0", "prompt_logprobs", 0),
+    ("sampling.skip_special_tokens=false", "skip_special_tokens", False),
+    ("sampling.repetition_penalty=1.3", "repetition_penalty", 1.3),
+]
+
+
+@pytest.mark.parametrize(("override", "key", "value"), SAMPLING)
+def test_lists_and_mappings_arrive_typed(override: str, key: str, value: object) -> None:
+    assert getattr(read_run(["input.path=rows.jsonl", override]).sampling, key) == value
+
+
+@pytest.mark.parametrize(
+    ("override", "shown"),
+    [
+        ("sampling.logprobs=2", True),
+        ("sampling.logprob_token_ids=[5]", True),
+        ("sampling.prompt_logprobs=0", True),
+        ("output.logprobs=true", True),
+        ("sampling.top_k=2", False),
+    ],
+)
+def test_log_probabilities_that_are_asked_for_get_their_columns(override: str, shown: bool) -> None:
+    assert read_run(["input.path=rows.jsonl", override]).output.logprobs is shown
+
+
+def test_stop_texts_with_line_breaks_come_from_files(tmp_path: Path) -> None:
+    (tmp_path / "sampling").mkdir()
+    (tmp_path / "sampling" / "lines.yaml").write_text('defaults: [default]\nstop: ["\\n\\n"]\nlogit_bias: {5: 1}\n')
+    run = read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=lines"])
+    assert (run.sampling.stop, run.sampling.logit_bias) == (("\n\n",), {5: 1.0})
+
+
+def test_what_is_shown_is_what_is_read() -> None:
+    run = read_run(["input.path=rows.jsonl", "sampling.logit_bias={42: -5}", "sampling.stop=[END]"])
+    assert typed(RunConfig, OmegaConf.create(yaml.safe_load(as_yaml(run)))) == run
 
 
 def test_options_of_ones_own(tmp_path: Path) -> None:

@@ -17,29 +17,31 @@ MAX_PROMPT_TOKENS = 4000
 
 
 class ByteTokenizer:
-    """A token a byte; the chat template writes ``[role] content`` lines, which tests can read back."""
+    """A token a byte and no control words; the chat template writes ``[role] content`` lines, which tests can read back."""
 
     has_chat_template = True
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(text.encode("utf-8"))
 
+    def hide_control_words(self, text: str) -> str:
+        return text
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool,
+        continue_final_message: bool,
+        control_words: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         if any(message["content"] == "template, refuse" for message in messages):
             raise RuntimeError("no such words here")
         lines = [json.dumps(tools)] if tools else []
         lines += [f"[{message['role']}] {message['content']}" for message in messages]
-        return self.encode("\n".join(lines) + ("\n[assistant] " if add_generation_prompt else ""), add_special_tokens=False)
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        return bytes(ids).decode("utf-8")
+        closing = "\n[assistant] " if add_generation_prompt else "" if continue_final_message else "\n"
+        return self.encode("\n".join(lines) + closing, add_special_tokens=False)
 
 
 class ScriptedStats:
@@ -116,6 +118,7 @@ def answer(request: Request) -> Completion:
     return Completion(
         request_id=request.id,
         token_ids=ids,
+        text=text,
         logprobs=tuple(-0.5 for _ in ids),
         finish_reason="length" if len(ids) % 2 else "stop",
         stop_reason=None if len(ids) % 2 else 0,

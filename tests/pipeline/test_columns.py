@@ -53,6 +53,26 @@ def test_tokens_and_logprobs_on_request(run_job, read_parts, write_jsonl) -> Non
     assert [error[name] for name in ("prompt_token_ids", "token_ids", "logprobs", "cumulative_logprob")] == [None] * 4
 
 
+def test_what_a_row_asks_of_log_probabilities_has_its_column(run_job, read_parts, write_jsonl, scripted_engine) -> None:
+    class Scoring(scripted_engine):
+        """Gives the second row two tokens beside each of its own, and its prompt's log probabilities."""
+
+        def generate(self, requests):
+            for completion in super().generate(requests):
+                asked = completion.request_id == "in.jsonl:1"
+                pairs = (((7, -0.25), (8, -1.5)),) * len(completion.token_ids)
+                yield replace(completion, top_logprobs=pairs, prompt_logprobs=(-1.0, -2.0)) if asked else completion
+
+    run_job(write_jsonl([{"prompt": "a b"}, {"prompt": "c d"}, {"prompt": ""}]), engine=Scoring(), output={"logprobs": True})
+    table = read_parts()
+    names = ["top_logprob_ids", "top_logprobs", "prompt_logprobs"]
+    assert table.schema.names[-4:] == ["logprobs", *names]
+    assert table.schema.types[-3:] == [pa.list_(pa.list_(pa.int32())), pa.list_(pa.list_(pa.float32())), pa.list_(pa.float32())]
+    without, with_, error = table.select(names).to_pylist()
+    assert without == error == dict.fromkeys(names)
+    assert with_ == {"top_logprob_ids": [[7, 8]] * 3, "top_logprobs": [[-0.25, -1.5]] * 3, "prompt_logprobs": [None, -1.0, -2.0]}
+
+
 def test_clashes_are_refused_before_any_load_unless_prefixed(run_job, read_parts, write_jsonl, tmp_path) -> None:
     path = write_jsonl([{"prompt": "a b", "finish_reason": "n/a", "status": 5, "Status": "caps", "": "no name", "prompt_token_ids": None}])
 
@@ -138,11 +158,3 @@ def test_a_job_adds_its_columns_and_may_refuse_an_answer(run_job, read_parts, wr
     assert table["num_words"].to_pylist() == [3, None, 1]
     assert table["error_code"].to_pylist() == [None, "invalid_output", None]
     assert table["generation"].to_pylist() == ["c b a", None, "d"]
-
-
-def test_the_token_that_ended_an_answer_is_not_in_its_text(text_job) -> None:
-    job = text_job()
-    kept = {"request_id": 0, "token_ids": (104, 105, 46)}
-    assert job.answer(Completion(**kept, finish_reason="stop", stop_reason=46))["generation"] == "hi"
-    assert job.answer(Completion(**kept, finish_reason="length"))["generation"] == "hi."
-    assert job.answer(Completion(**kept, finish_reason="length", stop_reason="context"))["generation"] == "hi."

@@ -82,6 +82,29 @@ def test_bad_rows_are_rows(run_job, read_parts, write_jsonl, tmp_path) -> None:
     ]
 
 
+def test_rows_that_cannot_be_asked_leave_the_others_alone(run_job, read_parts, write_jsonl, text_job) -> None:
+    user = {"role": "user", "content": "good day"}
+    rows = [
+        ({"messages": [user]}, None),
+        ({"messages": [{"role": "user", "content": "template, refuse"}]}, "template_error"),
+        ({"messages": [user, {"role": "assistant", "content": "well"}]}, "bad_row"),
+        ({"messages": [{"role": "system", "content": "Be brief."}]}, "bad_row"),
+        ({"messages": []}, "empty_prompt"),
+        ({"prompt": "   "}, None),
+        ({"prompt": ""}, "empty_prompt"),
+        ({"prompt": "a", "sampling_params": {"temprature": 0.5}}, "bad_params"),
+        ({"prompt": "a", "sampling_params": {"n": 0}}, "bad_params"),
+        ({"prompt": "a", "sampling_params": {"top_k": 10**9}}, None),
+        ({"prompt": "a", "messages": [user]}, "bad_row"),
+        ({"prompt": "last"}, None),
+    ]
+    run_job(write_jsonl([row for row, _ in rows]), job=text_job(chat=True))
+    table = read_parts()
+    assert table["error_code"].to_pylist() == [code for _, code in rows]
+    assert [text is None for text in table["generation"].to_pylist()] == [code is not None for _, code in rows]
+    assert "no such words here" in table["error_message"][1].as_py()
+
+
 def test_shards_of_nothing_but_errors_do_not_stop_the_job(run_job, read_parts, write_jsonl) -> None:
     rows = [{"id": i, "prompt": "" if 5 <= i < 90 else "fine"} for i in range(100)]
     summary = run_job(write_jsonl(rows))

@@ -113,6 +113,15 @@ def test_rows_that_cannot_be_asked(prompt_text, columns: dict[str, Any], code: s
     assert caught.value.code == code
 
 
+def test_a_conversation_goes_on_from_the_assistant_s_message_only_when_told(prompt_text) -> None:
+    for text in ("It is ", "It is\n", " It is"):
+        messages = [USER, {"role": "assistant", "content": text}]
+        with pytest.raises(RowError, match=r"prompt\.continue_final_message"):
+            prompt_text({"messages": messages})
+        assert prompt_text({"messages": messages}, continue_final_message=True) == f"[user] Hi\n[assistant] {text}"
+    assert prompt_text({"messages": [USER]}, continue_final_message=True) == "[user] Hi\n[assistant] "
+
+
 def test_a_template_sees_the_columns(prompt_text) -> None:
     columns = {"question": "why?", "n": 3, "tags": ["a", "b"], "odd name": "x", "blob": "ü".encode()}
     assert prompt_text(columns, template="{{ question }} {{ n + 1 }} {{ tags | join('-') }}") == "why? 4 a-b"
@@ -167,7 +176,7 @@ def test_what_can_never_work_is_refused_before_a_model_is_there(check, tokenizer
         check(["question"], template="{{ questoin }}")
     with pytest.raises(ValueError, match=r"prompt\.template: line 1"):
         check(["a"], template="{{ a")
-    with pytest.raises(ValueError, match=r"prompt\.system: job=generate"):
+    with pytest.raises(ValueError, match=r"prompt\.system: this job"):
         check(["prompt"], chat=False, system="S")
     tokenizer.has_chat_template = False
     for names in (["prompt"], ["messages"]):
@@ -187,14 +196,37 @@ def test_a_row_has_its_sampling_over_the_job_s(tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
+    "given",
+    [
+        {"stop": ["END", "\n"], "logit_bias": {"42": -5}, "bad_words": ["no"], "logprob_token_ids": [3], "allowed_token_ids": [1, 2]},
+        {
+            "stop": ["END", "\n"],
+            "logit_bias": {"42": -5, "7": None},
+            "bad_words": ["no"],
+            "logprob_token_ids": [3],
+            "allowed_token_ids": [1, 2],
+        },
+    ],
+)
+def test_a_row_may_bring_lists_and_mappings(tokenizer, given: dict[str, Any]) -> None:
+    prompts = Prompts(tokenizer, options=PromptOptions(), sampling=SamplingParams(), chat=True)
+    expected = SamplingParams(
+        stop=("END", "\n"), logit_bias={42: -5.0}, bad_words=("no",), logprob_token_ids=(3,), allowed_token_ids=(1, 2)
+    )
+    for value in (given, json.dumps(given)):
+        assert prompts.sampling({"sampling_params": value}) == expected
+
+
+@pytest.mark.parametrize(
     ("columns", "words"),
     [
         ({"sampling_params": {"temprature": 1}}, "temprature"),
         ({"sampling_params": {"top_p": 0}}, r"sampling\.top_p"),
         ({"sampling_params": {"max_tokens": "9"}}, r"sampling\.max_tokens"),
+        ({"sampling_params": {"stop": [""]}}, r"sampling\.stop: an empty text"),
+        ({"sampling_params": {"logit_bias": {"a": 1}}}, r"sampling\.logit_bias"),
         ({"sampling_params": "{"}, "no JSON"),
         ({"sampling_params": "[]"}, "no JSON object"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
     ],
 )
 def test_bad_row_sampling(tokenizer, columns: dict[str, Any], words: str) -> None:

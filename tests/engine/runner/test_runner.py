@@ -15,9 +15,10 @@ from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.sampling_params import SamplingParams
 from engine.sequence import Sequence
 from engine.stats import Stats
-from engine.types import Chunk, Request, SamplingParams, StepPlan
+from engine.types import Chunk, Request, StepPlan
 
 CPU = torch.device("cpu")
 SPEC = DecoderSpec(
@@ -129,7 +130,7 @@ def test_chunked_prefill_and_decode_in_mixed_steps(bench):
             if chunk.samples:
                 draw = next(draws)
                 bench.check(draw, chunk.seq.tokens.tolist())
-                chunk.seq.append(*draw)
+                chunk.seq.append(draw)
         assert next(draws, None) is None
     assert min(seq.num_generated for seq in seqs) > 0
 

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from engine.sampling.rng import uniform
-from engine.types import Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Request
 
 
 def number(id="r", seed=None, *, engine_seed=0, sample_index=0, position=0):

