@@ -1,5 +1,5 @@
 # pagemill: make demo | test | lint | bench | clean
-# PYTHON=python3.12 picks the interpreter; TORCH_INDEX=https://download.pytorch.org/whl/cpu picks PyTorch's own package index.
+# PYTHON=python3.12 picks the interpreter; TORCH_INDEX=URL takes torch from that index (PyTorch's CPU or CUDA one).
 
 PYTHON ?= python3
 TORCH_INDEX ?=
