@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Collection, Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
-from engine.grammar.spec import GrammarError
 from engine.kv.manager import BlockManager, Edge
-from engine.rules import Rules, Vocabulary
+from engine.rules import Vocabulary
+from engine.scheduler.admission import Admission
 from engine.scheduler.answers import answer, beam_answers, error
 from engine.scheduler.beams import Beams
 from engine.scheduler.policy import PrefixFirst
-from engine.scheduler.stopping import TextWatch, ending
+from engine.scheduler.stopping import ending
 from engine.sequence import Sequence
 from engine.stats import Stats
 from engine.types import Chunk, Completion, Draw, Request, StepPlan
@@ -58,16 +58,29 @@ class Scheduler:
         self.kv = kv
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_len = min(max_model_len, kv.num_blocks * kv.block_size)
-        self.max_model_len = max_model_len
-        self.eos_token_ids = frozenset(eos_token_ids)
-        self.vocab_size = vocab_size
         self.vocabulary = vocabulary
-        self.grammars = grammars
+        self.admission = Admission(
+            num_blocks=kv.num_blocks,
+            block_size=kv.block_size,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            vocab_size=vocab_size,
+            vocabulary=vocabulary,
+            grammars=grammars,
+        )
         self.stats = stats or Stats()
         self.waiting = PrefixFirst()
         self.running: list[Sequence] = []  # oldest admission first
         self._samples: dict[str | int, list[Completion]] = {}  # finished samples of each request in flight
+        # Steps since the last draw. The oldest sequence computes a token in each and never gives way, so it draws (or is
+        # scored) within max_len steps: more of them are a fault of ours, and a watchdog in schedule says so.
+        self._num_barren_steps = 0
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of a prompt and its answer: the one limit that counts."""
+        return self.admission.max_len
 
     @property
     def has_work(self) -> bool:
@@ -81,21 +94,11 @@ class Scheduler:
         """
         if request.id in self._samples:
             raise ValueError(f"request id {request.id!r} is in flight already; ids must differ")
-        num_tokens = len(request.prompt_token_ids)
-        if num_tokens == 0:
-            return error(request, "empty_prompt", "the prompt has no tokens; give it some text")
-        if not 0 <= min(request.prompt_token_ids) <= max(request.prompt_token_ids) < self.vocab_size:
-            return error(request, "bad_row", f"a prompt token id is not in 0..{self.vocab_size - 1}, the model's vocabulary")
-        if num_tokens + min(1, request.sampling.max_tokens) > self.max_len:
-            return error(request, "too_long", self._too_long(num_tokens))
-        try:
-            seq = self._sequence(request)
-        except GrammarError as refusal:
-            return error(request, "grammar_error", str(refusal))
-        except ValueError as refusal:
-            return error(request, "bad_params", str(refusal))
-        if num_tokens == 1 and request.sampling.max_tokens == 0:
-            return Completion(request_id=request.id, finish_reason="length", num_prompt_tokens=1, prompt_logprobs=())
+        seq = self.admission.sequence(request)
+        if isinstance(seq, Completion):
+            return seq
+        if seq.num_pending == 0:  # a prompt of one token that is only scored: there is nothing to compute
+            return answer(seq, ("length", None), vocabulary=self.vocabulary)
         self._samples[request.id] = []
         self.waiting.add(seq)
         return None
@@ -107,7 +110,8 @@ class Scheduler:
         chunks = self._continue_running(grants)
         if self.stats.num_preemptions == num_preemptions:
             chunks += self._admit(self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks))
-        assert chunks or not self.has_work, "I5: a step without progress"
+        if self.has_work and (not chunks or self._num_barren_steps > self.max_len):
+            raise RuntimeError(f"no progress, so the engine would run for ever: {self._state()}")
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return StepPlan(tuple(chunks), self.kv.take_copies())
 
@@ -138,6 +142,7 @@ class Scheduler:
             elif seq.num_pending == 0:
                 advanced.append(seq)  # its prompt is scored and nothing is to be drawn
         assert not queue, "more draws than the plan asked for"
+        self._num_barren_steps = 0 if advanced or searches or broken else self._num_barren_steps + 1
         self.stats.record_step(
             num_seqs=len(plan.chunks),
             num_tokens=plan.num_tokens,
@@ -233,7 +238,7 @@ class Scheduler:
     def _append(self, seq: Sequence, drawn: list[Draw]) -> list[Sequence]:
         """Give ``seq`` its draw, and each further draw to a sample that forks off. Returns all of them."""
         forks = range(1, len(drawn))
-        samples = [seq, *(seq.fork(sample_index=index, watch=self._watch(seq.rules, seq.request)) for index in forks)]
+        samples = [seq, *(seq.fork(sample_index=index, watch=self.admission.watch(seq.request, seq.rules)) for index in forks)]
         for sample, draw in zip(samples, drawn, strict=True):
             sample.append(draw)
         self._branch(seq, samples)
@@ -289,34 +294,6 @@ class Scheduler:
             return []
         return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
 
-    def _sequence(self, request: Request) -> Sequence:
-        """Raises ValueError where the request's settings do not go with this engine; the message names the key."""
-        sampling = request.sampling
-        rules = Rules.of(sampling, eos_token_ids=self.eos_token_ids, vocabulary=self.vocabulary)
-        max_len = min(len(request.prompt_token_ids) + sampling.max_tokens, self.max_len)
-        seq = Sequence(request, max_len=max_len, rules=rules, watch=self._watch(rules, request))
-        if request.grammar is not None:
-            if self.grammars is None:
-                raise GrammarError("this engine has no tokenizer, which an answer in a given form needs")
-            seq.grammar = self.grammars.start(request.grammar, sampling=sampling, budget=max_len - seq.num_prompt)
-        if sampling.uses_beams:
-            if seq.num_places > self.max_num_seqs:
-                raise ValueError(f"sampling.num_beams: {sampling.num_beams} is over engine.max_num_seqs ({self.max_num_seqs})")
-            if seq.num_draws > self.vocab_size:
-                raise ValueError(
-                    f"sampling.num_beams: {sampling.num_beams} beams choose among {seq.num_draws} tokens, the model has {self.vocab_size}"
-                )
-            seq.beams = Beams(seq)
-        return seq
-
-    def _watch(self, rules: Rules, request: Request) -> TextWatch | None:
-        if not rules.stop:
-            return None
-        assert self.vocabulary is not None, "Rules.of refuses texts without one"
-        sampling = request.sampling
-        decoder = self.vocabulary.incremental_decoder(skip_special_tokens=sampling.skip_special_tokens)
-        return TextWatch(decoder, stop=rules.stop, include_stop=sampling.include_stop_str_in_output)
-
     def _fail(self, seq: Sequence) -> Completion:
         self.abort(seq.request.id)
         return error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
@@ -328,15 +305,13 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
 
-    def _too_long(self, num_tokens: int) -> str:
-        if self.max_len == self.max_model_len:
-            return (
-                f"the prompt has {num_tokens} tokens and the context holds {self.max_len} with the answer; "
-                f"shorten it, or raise engine.max_model_len where the model allows"
-            )
+    def _state(self) -> str:
+        """For whoever reads it at night: who runs, who waits, and where the blocks are."""
+        oldest = self.running[0] if self.running else next(iter(self.waiting))
         return (
-            f"the prompt has {num_tokens} tokens and needs {self.kv.blocks_for(num_tokens + 1)} KV blocks of "
-            f"{self.kv.block_size}, the pool has {self.kv.num_blocks}; raise kv_cache.memory"
+            f"{len(self.running)} running, {len(self.waiting)} waiting, {self._num_barren_steps} steps without a draw; of "
+            f"{self.kv.num_blocks} blocks {self.kv.num_held} are held and {self.kv.num_cached} cached; the first in line is request "
+            f"{oldest.request.id!r}, {oldest.num_computed} of its {len(oldest.tokens)} tokens computed, {len(oldest.blocks)} blocks"
         )
 
 

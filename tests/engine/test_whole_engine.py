@@ -299,10 +299,3 @@ def test_ids_that_no_tokenizer_knows_are_never_drawn(make, tiny_model, tmp_path)
     drawn = tokens(make(path=str(folder)), [Request(id=0, prompt_token_ids=prompt(5), sampling=params)])[0]
     assert Tokenizer.load(ModelConfig(path=str(folder))).vocab_size == config["vocab_size"]
     assert max(token_id for sample in drawn for token_id in sample) < config["vocab_size"]
-
-
-def test_a_step_without_progress_is_named(make):
-    engine = make()
-    engine.scheduler.waiting.candidates = lambda **_: iter(())
-    with pytest.raises(AssertionError, match="without progress"):
-        one(engine, prompt(5))

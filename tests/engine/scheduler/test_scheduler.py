@@ -187,6 +187,30 @@ def test_a_search_with_a_broken_beam_fails_once(oracle_engine):
     assert engine.scheduler.kv.num_held == 0
 
 
+def test_a_step_that_plans_nothing_is_named(oracle_engine):
+    engine = oracle_engine(num_blocks=10, block_size=4)
+    engine.scheduler.waiting.candidates = lambda **_: []
+    engine.submit(Request(id="stuck", prompt_token_ids=[1, 2, 3]))
+    with pytest.raises(RuntimeError, match=r"no progress.* 1 waiting.*request 'stuck', 0 of its 3 tokens"):
+        engine.step()
+
+
+def test_going_round_in_circles_is_named(oracle_engine):
+    """A sequence that is preempted after every chunk computes for ever and draws nothing."""
+    engine = oracle_engine(num_blocks=10, block_size=4, budget=8, prefix_cache=False)
+    scheduler = engine.scheduler
+    schedule = scheduler.schedule
+
+    def preempt_all_first():
+        while scheduler.running:
+            scheduler._preempt(scheduler.running.pop())
+        return schedule()
+
+    scheduler.schedule = preempt_all_first
+    with pytest.raises(RuntimeError, match="no progress"):
+        list(engine.generate([Request(id="round", prompt_token_ids=[1] * 20)]))
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Random submits, steps and aborts: the pool's check passes after each, and nothing is held at the end."""
 
