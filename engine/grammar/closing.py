@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from engine.grammar.vocabulary import Spelling, TokenBytes
 
-_MAX_BYTES = 8192  # an ending longer than this is given up
+MAX_BYTES = 8192  # an ending longer than this is given up
 _FEW = 16  # so many bytes or fewer are all tried, though they lead to the same place: their tokens differ
 _FREE_TEXT = 64  # with more bytes allowed than this it is text, where brackets are letters and a quote may end it
 _PATIENCE = 64  # how often in a row a guess takes the same byte in like places before it tries another
@@ -29,8 +29,8 @@ class Closer:
 
     def __init__(self, tokens: TokenBytes) -> None:
         self._tokens = tokens
-        by_run = sorted(_ORDINARY, key=lambda byte: -tokens.longest_run(byte))  # long tokens fill a text that must be long
-        self._in_text = bytes(dict.fromkeys(b'"' + bytes(by_run)))
+        by_run = sorted(_ORDINARY, key=lambda byte: (byte == ord("\\"), -tokens.longest_run(byte)))
+        self._in_text = bytes(dict.fromkeys(b'"' + bytes(by_run)))  # a text that must be long is filled with long tokens
         self._num_matchers = 0
         self._allowed = lru_cache(8192)(self._in_order)
 
@@ -50,18 +50,20 @@ class Closer:
         while not matcher.is_accepting() and self._num_matchers < effort:
             ways = self._ways(matcher)
             for way, successor in ways if len(ways) > 1 else ():
-                limit = _MAX_BYTES if best is None else 2 * len(best.text) + 16
+                limit = MAX_BYTES if best is None else 2 * len(best.text) + 16
                 found = self._spell(path + way, successor, limit=limit)
                 if found is not None and (best is None or _cost(found) < _cost(best)):
                     best = found
             if best is None:
                 return None
             step = ways[0][0] if len(ways) == 1 else best.text[len(path) : len(path) + 1]
-            path += step
-            matcher = _after(matcher, step)
+            onward = _after(matcher, step)
+            if onward is None:
+                break
+            path, matcher = path + step, onward
         return best
 
-    def _spell(self, path: bytes, matcher: LLMatcher, *, limit: int = _MAX_BYTES) -> Spelling | None:
+    def _spell(self, path: bytes, matcher: LLMatcher, *, limit: int = MAX_BYTES) -> Spelling | None:
         rest = self._close(matcher, limit=limit)
         return None if rest is None else self._tokens.spell(path + rest)
 
@@ -91,11 +93,9 @@ class Closer:
     def _ways(self, matcher: LLMatcher) -> list[tuple[bytes, LLMatcher]]:
         """What may follow and where it leads: of many bytes one for all those after which the same bytes may follow."""
         forced = matcher.compute_ff_bytes()
-        if forced:
-            return [(forced, _after(matcher, forced))]
-        steps = [bytes((byte,)) for byte in self._allowed(matcher.compute_bitmask())]
+        steps = [forced] if forced else [bytes((byte,)) for byte in self._allowed(matcher.compute_bitmask())]
         self._num_matchers += len(steps)
-        ways = [(step, _after(matcher, step)) for step in steps]
+        ways = [(step, place) for step in steps if (place := _after(matcher, step)) is not None]
         if len(ways) <= _FEW:
             return ways
         alike = {(place.is_accepting(), place.compute_bitmask(), place.compute_ff_bytes()): (step, place) for step, place in reversed(ways)}
@@ -114,11 +114,10 @@ def completes(matcher: LLMatcher, text: bytes) -> bool:
     return copy.try_consume_tokens(list(text)) == len(text) and copy.is_accepting()
 
 
-def _after(matcher: LLMatcher, text: bytes) -> LLMatcher:
+def _after(matcher: LLMatcher, text: bytes) -> LLMatcher | None:
+    """None where the library meets one of its limits."""
     copy = matcher.deep_copy()
-    consumed = copy.consume_tokens(list(text))
-    assert consumed, copy.get_error()
-    return copy
+    return copy if copy.consume_tokens(list(text)) else None
 
 
 def _cost(spelling: Spelling) -> tuple[int, int]:
