@@ -14,7 +14,19 @@ from engine import EngineConfig, ModelConfig, Tokenizer
 from jobs._schema import RunConfig
 from pipeline import Provenance
 
-_LIBRARIES = ("pagemill", "torch", "transformers", "tokenizers", "safetensors", "gguf", "pyarrow", "hydra-core", "jinja2", "numpy")
+_LIBRARIES = (
+    "pagemill",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "gguf",
+    "llguidance",
+    "pyarrow",
+    "hydra-core",
+    "jinja2",
+    "numpy",
+)
 
 
 def provenance(config: RunConfig, tokenizer: Tokenizer) -> Provenance:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
-from engine.grammar.closing import Closer
+from engine.grammar.closing import MAX_BYTES, Closer
 from engine.grammar.spec import Grammar, GrammarError
 from engine.grammar.state import GrammarState, Place, Setting
 from engine.grammar.vocabulary import TokenBytes
@@ -72,7 +72,7 @@ class Grammars:
         matcher = LLMatcher(_byte_tokenizer(), text, log_level=0)
         closing = self._setting.closer.search(matcher, effort=_EFFORT)
         if closing is None:
-            raise GrammarError(f"the {grammar.kind} allows no answer that this model's vocabulary can write and end")
+            raise GrammarError(f"the {grammar.kind} allows no answer of up to {MAX_BYTES} bytes in this model's vocabulary")
         return Place(tokens, matcher, closing, 0)
 
     @cached_property

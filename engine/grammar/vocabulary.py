@@ -40,9 +40,10 @@ class TokenBytes:
             self._longest[text[:2]] = max(len(text), self._longest.get(text[:2], 1))
         self.alone = sum(1 << text[0] for text in self._ids if len(text) == 1)
 
-    def longest_run(self, byte: int) -> int:
-        """Length of the longest token that repeats ``byte``, of powers of two."""
-        return max((2**power for power in range(7) if bytes((byte,)) * 2**power in self._ids), default=0)
+    def made_of(self, allowed: bytes) -> list[bytes]:
+        """The texts of tokens that hold no byte but those of ``allowed``: one for each length, the longest first."""
+        by_length = {len(text): text for text in self._ids if not text.strip(allowed)}
+        return [by_length[length] for length in sorted(by_length, reverse=True)]
 
     def spell(self, text: bytes) -> Spelling | None:
         """The fewest tokens that spell ``text`` (dynamic programming from its end), or None where none do."""

@@ -14,7 +14,7 @@ from engine.grammar.spec import Grammar
 from engine.sampling_params import SamplingParams
 from engine.types import Request
 
-SETTINGS = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 PERSON = {
     "type": "object",
@@ -125,6 +125,12 @@ def test_the_contexts_end_counts_as_the_budget(made_up_engine):
     assert refusal.error_code == "grammar_error" and f"the context leaves {low - 1}" in refusal.error_message
     [completion] = made_up_engine(max_model_len=3 + low).generate(at_budgets(grammar, [500]))
     jsonschema.validate(json.loads(completion.text), PERSON)
+
+
+def test_a_long_answer_that_must_be_is_filled_with_long_tokens(made_up_engine, byte_tokenizer):
+    """Some token of the vocabulary has four letters or more, so a hundred letters take no more than a quarter as many tokens."""
+    assert max(len(byte_tokenizer.decode([id_])) for id_ in range(byte_tokenizer.vocab_size)) >= 4
+    assert shortest(made_up_engine(), Grammar.regex("[a-z ]{100}")) <= 26
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n ", '"', "a", "1", "0"])
