@@ -131,7 +131,8 @@ def _tell(summary: Summary) -> None:
     numbers = summary.metrics
     cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
     before = f" ({summary.num_resumed:,} of them from an earlier run)" if summary.num_resumed else ""
-    print(f"{summary.num_rows:,} rows{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    rows = "1 row" if summary.num_rows == 1 else f"{summary.num_rows:,} rows"
+    print(f"{rows}{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
     if numbers.get("prompt_tokens"):
         print(
             f"{numbers['prompt_tokens']:,} prompt tokens ({numbers['prefix_hit_rate']:.0%} of them from the prefix cache), "

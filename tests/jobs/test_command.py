@@ -139,7 +139,7 @@ class TestTinyModel:
         assert pagemill(*words).returncode == 0
         again = pagemill(*words)
         assert again.returncode == 0, again.stderr
-        assert "1 rows (1 of them from an earlier run)" in again.stdout
+        assert "1 row (1 of them from an earlier run)" in again.stdout
         other = pagemill(*words, "sampling.top_k=5")
         assert other.returncode == 2
         assert "sampling.top_k" in other.stderr
