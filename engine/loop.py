@@ -25,7 +25,7 @@ class Runner(Protocol):
     """What the loop needs of a device."""
 
     def run(self, plan: StepPlan) -> list[Draw]:
-        """Compute the plan's chunks; one draw for each chunk that samples, in plan order (token id -1: not a number)."""
+        """Compute the plan's chunks; for each in plan order its scores, then its ``num_draws`` draws (token id -1: not a number)."""
         ...
 
 
@@ -105,8 +105,7 @@ class Engine:
                         in_flight.discard(completion.request_id)
                         yield completion
         finally:
-            for request_id in in_flight:
-                self.scheduler.abort(request_id)
+            self.scheduler.abort_all(in_flight)
 
     def _pull(self, source: Iterator[Request | None]) -> tuple[list[Request], bool]:
         """A step's worth of new requests, and whether the source has ended. Little by little: the first step is soon."""

@@ -159,11 +159,14 @@ class Scheduler:
 
     def abort(self, request_id: str | int) -> bool:
         """Forget a request wherever it is; all its blocks come back. False where it is unknown or finished."""
-        if self._samples.pop(request_id, None) is None:
-            return False
-        for seq in [seq for seq in (*self.running, *self.waiting) if seq.request.id == request_id]:
+        return self.abort_all([request_id]) == 1
+
+    def abort_all(self, request_ids: Collection[str | int]) -> int:
+        """``abort`` for many, in one pass over the queue; how many of them were in flight."""
+        known = {request_id for request_id in request_ids if self._samples.pop(request_id, None) is not None}
+        for seq in [seq for seq in (*self.running, *self.waiting) if seq.request.id in known]:
             self._drop(seq)
-        return True
+        return len(known)
 
     @property
     def _num_free_places(self) -> int:

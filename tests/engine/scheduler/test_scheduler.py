@@ -35,6 +35,16 @@ def test_waiting_for_a_twin_ends_when_the_twin_is_aborted(oracle_engine):
     assert [seq.request.id for seq in engine.scheduler.running] == [1]
 
 
+def test_a_generator_that_is_closed_gives_everything_back(oracle_engine):
+    engine = oracle_engine(num_blocks=400, block_size=16, max_num_seqs=8)
+    answers = engine.generate(twins(40))
+    next(answers)
+    assert engine.scheduler.has_work
+    answers.close()
+    assert not engine.scheduler.has_work
+    assert engine.scheduler.kv.num_held == 0
+
+
 def test_every_prompt_leaves_a_token_to_compute(oracle_engine):
     """A prompt that is cached to its last token still computes one: lengths around block borders, each twice."""
     engine = oracle_engine(num_blocks=100, block_size=16, vocab_size=1000)
