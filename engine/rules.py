@@ -73,5 +73,7 @@ def _spellings(word: str, vocabulary: Vocabulary) -> list[tuple[int, ...]]:
     bare = word.lstrip(" ")
     inside = tuple(vocabulary.encode(bare, add_special_tokens=False))
     after_blank = tuple(vocabulary.encode(f" {bare}", add_special_tokens=False))
+    if not inside:  # nothing but blanks
+        return [after_blank] if after_blank else []
     starts_anew = len(after_blank) == len(inside) and after_blank[0] != inside[0]
     return [inside, after_blank] if starts_anew else [inside]

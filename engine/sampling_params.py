@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+_FLOAT32_MAX = 2.0**128 - 2.0**104  # what is computed with a setting is computed in float32
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -169,7 +171,7 @@ class _Checker:
 
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = getattr(self.params, key)
-        if not _is_list(value) or not all(_is_integer(item) and item >= 0 for item in value):
+        if not _is_list(value) or not all(_is_integer(item) and 0 <= item < 2**31 for item in value):
             raise ValueError(f"sampling.{key}: {value!r} is not a list of token ids")
         return tuple(value)
 
@@ -180,6 +182,8 @@ class _Checker:
             raise ValueError(f"sampling.{key}: {value!r} is neither a text nor a list of texts")
         if "" in value:
             raise ValueError(f"sampling.{key}: an empty text is everywhere; take it out")
+        if any("\ud800" <= character <= "\udfff" for item in value for character in item):
+            raise ValueError(f"sampling.{key}: {value!r} has half of a surrogate pair (\\ud800 to \\udfff), which is no text")
         return tuple(value)
 
     def bias(self, key: str) -> dict[int, float]:
@@ -187,7 +191,7 @@ class _Checker:
         value = getattr(self.params, key)
         try:
             found = {int(token_id): bias for token_id, bias in dict(value).items()}
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError, OverflowError):
             found = {-1: math.nan}
         if not all(token_id >= 0 and _is_real(bias) for token_id, bias in found.items()):
             raise ValueError(f"sampling.{key}: {value!r} does not map token ids to numbers")
@@ -199,7 +203,7 @@ def _is_integer(value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_FLOAT32_MAX <= value <= _FLOAT32_MAX
 
 
 def _is_list(value: Any) -> bool:

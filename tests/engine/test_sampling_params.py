@@ -9,7 +9,7 @@ import pytest
 from engine.sampling_params import SamplingParams
 
 BAD = [
-    ("temperature", [-0.1, math.nan, math.inf, "0.7", True, None]),
+    ("temperature", [-0.1, math.nan, math.inf, "0.7", True, None, 10**400, 1e39]),
     ("top_p", [0, 0.0, 1.01, -1, math.nan, "1"]),
     ("top_k", [-2, 2.5, "5", True]),
     ("min_p", [-0.1, 1.1]),
@@ -23,10 +23,10 @@ BAD = [
     ("logprobs", [-1, 1.0, True]),
     ("prompt_logprobs", [-1]),
     ("stop", [[""], "", [1], {"a": 1}, ["ok", ""]]),
-    ("bad_words", [[""], [None]]),
-    ("stop_token_ids", [[-1], ["5"], 5, [1.0]]),
+    ("bad_words", [[""], [None], ["half \ud800"]]),
+    ("stop_token_ids", [[-1], ["5"], 5, [1.0], [2**31]]),
     ("allowed_token_ids", [[], [-3]]),
-    ("logit_bias", [{"a": 1}, {-1: 1}, {5: math.nan}, {5: None}, [5]]),
+    ("logit_bias", [{"a": 1}, {-1: 1}, {5: math.nan}, {5: None}, [5], [[math.inf, 1]], {5: 1e39}, {5: 10**400}]),
     ("ignore_eos", [1, "true", None]),
     ("skip_special_tokens", [0]),
     ("include_stop_str_in_output", ["no"]),

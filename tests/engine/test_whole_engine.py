@@ -186,6 +186,14 @@ def test_penalties_are_those_of_a_plain_loop_over_transformers(make, tiny_model,
         assert found[request.id] == [tuple(expected[18:])]
 
 
+@pytest.mark.parametrize("word", [" ", "  ", "a", " a", "ab"])
+def test_bad_words_do_not_show_up(make, word):
+    pull = {32: 50, 64: 50, 65: 50, 66: 50}
+    found = one(make(), prompt(8), temperature=0.0, max_tokens=12, ignore_eos=True, bad_words=[word], logit_bias=pull)
+    assert word.strip(" ") or " " not in found.text
+    assert not word.strip(" ") or word.strip(" ") not in found.text
+
+
 @pytest.fixture
 def two_ends(tiny_model, tmp_path) -> str:
     """The tiny model with a second end token."""
