@@ -36,7 +36,7 @@ def row_format(value: Any, *, default: Grammar | None) -> Grammar | None:
     """
     try:
         return default if value is None else _grammar(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError("bad_params", str(error)) from error
 
 

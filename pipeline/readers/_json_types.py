@@ -4,7 +4,8 @@
 * booleans, numbers, strings, lists and objects keep their kind; whole numbers are int64, with a fraction anywhere in the
   column all of them are float64.
 * Anything else is text: strings stay as they are, every other value is its JSON text. That holds for mixed kinds, for
-  whole numbers outside 64 bits (outside 53 bits beside fractions), and for objects with no keys or over 256 of them.
+  whole numbers outside 64 bits (outside 53 bits beside fractions), for objects with no keys or over 256 of them, and for
+  lists and objects inside 32 others (Arrow files hold types of 64 levels at most).
 * The rule holds at every depth: inside lists and objects too. A key that a row lacks is null.
 """
 
@@ -17,14 +18,16 @@ from typing import Any
 import pyarrow as pa
 
 _MAX_KEYS = 256
+_MAX_DEPTH = 32
 
 
 class JsonType:
     """What has been seen of one column (or list item, or object key) so far."""
 
-    __slots__ = ("fields", "highest", "item", "kinds", "lowest")
+    __slots__ = ("depth", "fields", "highest", "item", "kinds", "lowest")
 
-    def __init__(self) -> None:
+    def __init__(self, *, depth: int = 0) -> None:
+        self.depth = depth  # lists and objects around it
         self.kinds: set[type] = set()
         self.lowest = 0
         self.highest = 0
@@ -39,14 +42,16 @@ class JsonType:
         if kind is int:
             self.lowest = min(self.lowest, value)
             self.highest = max(self.highest, value)
+        elif self.depth == _MAX_DEPTH:
+            return
         elif kind is list:
             if self.item is None:
-                self.item = JsonType()
+                self.item = JsonType(depth=self.depth + 1)
             for item in value:
                 self.item.add(item)
         elif kind is dict and len(self.fields) <= _MAX_KEYS:
             for key, item in value.items():
-                self.fields.setdefault(key, JsonType()).add(item)
+                self.fields.setdefault(key, JsonType(depth=self.depth + 1)).add(item)
 
     def arrow(self) -> pa.DataType:
         """The Arrow type that holds everything seen, by the rule above."""

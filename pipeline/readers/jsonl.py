@@ -1,8 +1,8 @@
 """JSON Lines, plain or compressed (gzip, zstd, bzip2): one UTF-8 object a line, read by one strict parser.
 
 Blank lines are skipped, CRLF and a leading byte order mark are taken off, a repeated key's last value wins, NaN and
-Infinity are refused, strings are never taken for dates. A line that is no such object is an error row with all columns
-null; half of a surrogate pair makes an error row too, with U+FFFD in its place. Types: see ``_json_types``.
+Infinity are refused, strings are never taken for dates. A line that is no such object, or nested over 128 deep, is an
+error row with all columns null; half of a surrogate pair makes an error row too, with U+FFFD in its place. Types: see ``_json_types``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pipeline.types import Record, RowError, Shard, ShardRows
 
 SUFFIXES = tuple(stem + packed for stem in (".jsonl", ".ndjson", ".json") for packed in ("", ".gz", ".zst", ".bz2"))
 
+_MAX_DEPTH = 128  # far under what Python's own recursion takes
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -168,9 +169,21 @@ def _parse(raw: bytes, *, path: Path, line: int) -> _Line:
         return _Line({}, RowError("bad_row", f"{path}, line {line}: no JSON: {error}"))
     if not isinstance(value, dict):
         return _Line({}, RowError("bad_row", f"{path}, line {line}: not an object but {type(value).__name__}; want one object a line"))
+    if _is_deep(raw, value):
+        return _Line({}, RowError("bad_row", f"{path}, line {line}: nested more than {_MAX_DEPTH} deep"))
     if _SURROGATE.search(raw) and (repaired := _repaired(value)) is not None:
         return _Line(repaired, RowError("bad_row", f"{path}, line {line}: half of a surrogate pair (\\ud800 to \\udfff) is no text"))
     return _Line(value)
+
+
+def _is_deep(raw: bytes, value: dict[str, Any]) -> bool:
+    if raw.count(b"[") + raw.count(b"{") <= _MAX_DEPTH:
+        return False
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        inside = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level = [item for items in inside for item in items]
+    return any(isinstance(item, (dict, list)) for item in level)
 
 
 def _refuse_constant(name: str) -> NoReturn:

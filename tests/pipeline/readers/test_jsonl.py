@@ -108,6 +108,7 @@ def test_a_line_of_megabytes_is_a_row(tmp_path: Path) -> None:
         (b'{"prompt": "\xff"}', "utf-8"),
         (b'\xef\xbb\xbf{"prompt": "a"}', "BOM"),
         (b'{"prompt": ' + b"[" * 100_000, "recursion"),
+        (b'{"prompt": ' + b'{"a": [' * 70 + b"]}" * 70 + b"}", "nested more than 128 deep"),
         (b'{"prompt": "half \\ud83d pair"}', "surrogate"),
         (b'{"\\udc00": 1, "prompt": "x"}', "surrogate"),
     ],
@@ -178,6 +179,19 @@ def test_column_types_follow_the_written_rule(tmp_path: Path, values: list[Any],
     assert reader.schema.field("extra").type == kind
     assert table["extra"].to_pylist() == carried
     assert [record.columns["extra"] for record in records] == values, "prompts see the values as they were written"
+
+
+@pytest.mark.parametrize("depth", [31, 32, 100])
+def test_deep_values_go_through_an_arrow_file(tmp_path: Path, depth: int) -> None:
+    """Types of more than 64 levels can be made but not written; from the 32nd level on a value is its JSON text."""
+    data = b'{"prompt": "p", "extra": ' + b"[" * depth + b"1" + b"]" * depth + b"}\n"
+    table, _ = read(opened(written(tmp_path, data)))
+    with pa.BufferOutputStream() as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    value = pa.ipc.open_file(sink.getvalue()).read_all()["extra"].to_pylist()[0]
+    for _ in range(min(depth, 32)):
+        (value,) = value
+    assert value == 1 if depth <= 32 else json.loads(value) == json.loads("[" * (depth - 32) + "1" + "]" * (depth - 32))
 
 
 def test_an_object_with_ever_new_keys_is_text(tmp_path: Path) -> None:
