@@ -180,7 +180,7 @@ class Prompts:
             raise RowError("bad_params", f"sampling_params: {given!r} is no struct and no JSON object")
         try:
             return SamplingParams.from_mapping(_without_nulls(values), defaults=self.defaults)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError("bad_params", str(error)) from error
 
     def grammar(self, columns: Mapping[str, Any]) -> Grammar | None:
@@ -241,7 +241,8 @@ class RowTemplate:
     expression prints goes through ``change``, the template's own text does not.
 
     Attributes:
-        names: every column that the template mentions by name.
+        names: every column that the template mentions by name, but for those that are also Jinja's (``range``), which a column
+            of that name goes before.
         required: those of them that it does not test with ``is defined`` or give a ``default``.
     """
 
@@ -254,8 +255,9 @@ class RowTemplate:
             self._template = environment.from_string(text)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"prompt.template: line {error.lineno}: {error.message}") from error
-        free = meta.find_undeclared_variables(tree) - set(environment.globals)
+        free = meta.find_undeclared_variables(tree)  # without Jinja's own names, which a column may have too
         self._whole_row = "row" in free
+        self._own = {node.name for node in tree.find_all(nodes.Name)} & set(environment.globals)
         tested = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
         guards = [*tested, *(node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d"))]
         guarded = {node.name for node in guards if isinstance(node, nodes.Name)}
@@ -265,7 +267,7 @@ class RowTemplate:
     def render(self, columns: Mapping[str, Any]) -> str:
         """Raises RowError ``template_error`` with Jinja's own message."""
         try:
-            values = {name: columns[name] for name in self.names if name in columns}
+            values = {name: columns[name] for name in (*self.names, *self._own) if name in columns}
             if self._whole_row:
                 values["row"] = columns
             return self._template.render(values)
@@ -298,7 +300,7 @@ def _from_json(value: Any, *, name: str, code: Any) -> Any:
         return value
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RowError(code, f"{name}: the text is no JSON: {error}") from error
 
 

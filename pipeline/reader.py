@@ -137,7 +137,7 @@ def find_files(path: str, *, suffixes: Sequence[str]) -> list[InputFile]:
     if not glob.has_magic(path):
         raise ValueError(f"input.path: there is no file or folder {path!r}")
     base = Path(*_without_magic(place.parts))
-    matches = [Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file()]
+    matches = {Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file()}  # two ** find a file twice
     if not matches:
         raise ValueError(f"input.path: no file matches {path!r}")
     return sorted((InputFile(match, match.relative_to(base).as_posix()) for match in matches), key=lambda file: file.name)

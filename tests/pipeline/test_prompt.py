@@ -128,6 +128,8 @@ def test_a_template_sees_the_columns(prompt_text) -> None:
     assert prompt_text(columns, template="{{ row['odd name'] }}{{ blob }}") == "xü"
     assert prompt_text(columns, template="{% for tag in tags %}[{{ tag }}]{% endfor %}") == "[a][b]"
     assert prompt_text({"a": None}, template="x{{ a or '' }}") == "x"
+    assert prompt_text({"range": "1-5"}, template="{{ range }}") == "1-5", "a column goes before Jinja's own name"
+    assert prompt_text({}, template="{% for i in range(2) %}{{ i }}{% endfor %}") == "01"
     assert prompt_text({"prompt": "p", "messages": [USER]}, template="<{{ prompt }}>", chat=True) == "[user] <p>\n[assistant] "
 
 
@@ -227,6 +229,8 @@ def test_a_row_may_bring_lists_and_mappings(tokenizer, given: dict[str, Any]) ->
         ({"sampling_params": {"logit_bias": {"a": 1}}}, r"sampling\.logit_bias"),
         ({"sampling_params": "{"}, "no JSON"),
         ({"sampling_params": "[]"}, "no JSON object"),
+        ({"sampling_params": '{"a": ' * 100_000}, "recursion"),
+        ({"sampling_params": '{"a": ' * 900 + "1" + "}" * 900}, "recursion|unknown key"),
     ],
 )
 def test_bad_row_sampling(tokenizer, columns: dict[str, Any], words: str) -> None:

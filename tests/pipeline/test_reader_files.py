@@ -30,6 +30,7 @@ def test_files_folders_and_globs(tree: Path) -> None:
     assert names(tree / "*.jsonl") == ["b.jsonl"]
     assert names(tree / "*" / "c.jsonl") == ["sub/c.jsonl"]
     assert names(tree / "**" / "[bc].jsonl") == ["b.jsonl", "sub/c.jsonl"]
+    assert names(tree / "**" / "**" / "[bc].jsonl") == ["b.jsonl", "sub/c.jsonl"]
     assert names(tree / "sub" / "[x].jsonl") == ["[x].jsonl"], "a file that is there is no glob"
 
 
