@@ -59,20 +59,23 @@ class Grammars:
         if sampling.uses_beams:
             raise GrammarError("sampling.num_beams: a beam search keeps to no form; draw samples instead")
         place = self._compiled(grammar)
+        if isinstance(place, str):
+            raise GrammarError(place)
         if place.num_left > budget:
             source = f"sampling.max_tokens is {budget}" if budget == sampling.max_tokens else f"the context leaves {budget}"
             raise GrammarError(f"the shortest answer in this form has {place.num_left} tokens with its end token, {source}")
         return GrammarState(place, budget=budget, setting=self._setting)
 
-    def _compile(self, grammar: Grammar) -> Place:
+    def _compile(self, grammar: Grammar) -> Place | str:
+        """Where every answer begins, or why there is none: as a value, so that a grammar that fails is not tried for each row."""
         text = _library_grammar(grammar)
         tokens = LLMatcher(self._library_tokenizer, text, log_level=0)
         if tokens.is_error():
-            raise GrammarError(f"the {grammar.kind} does not compile: {tokens.get_error()}")
+            return f"the {grammar.kind} does not compile: {tokens.get_error()}"
         matcher = LLMatcher(_byte_tokenizer(), text, log_level=0)
         closing = self._setting.closer.search(matcher, effort=_EFFORT)
         if closing is None:
-            raise GrammarError(f"the {grammar.kind} allows no answer of up to {MAX_BYTES} bytes in this model's vocabulary")
+            return f"the {grammar.kind} allows no answer of up to {MAX_BYTES} bytes in this model's vocabulary"
         return Place(tokens, matcher, closing, 0)
 
     @cached_property

@@ -90,7 +90,8 @@ class GrammarState:
 
     def advance(self, token_id: int) -> None:
         """Take the token that was drawn."""
-        assert self.fits(token_id), "a token was drawn that the grammar rules out"
+        fits = self.fits(token_id)
+        assert fits, "a token was drawn that the grammar rules out"
         self._place = self._looked.get(token_id)
         self._budget -= 1
         self._looked = {}
