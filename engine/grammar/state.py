@@ -124,9 +124,11 @@ def _carried(place: Place, matcher: LLMatcher, *, num_bytes: int) -> tuple[Spell
     """The old ending without as many of its first bytes as a token of ``num_bytes`` may have used up, where that is legal.
 
     A token inside a text uses up nothing, the ending's own next token its bytes, one with blanks in it something between.
+    Where several are legal it is the shortest, so the ending's own next token always leaves one token less.
     """
-    text = place.closing.text
-    for start in range(place.start, min(place.start + num_bytes, len(text)) + 1):
+    text, num_tokens = place.closing.text, place.closing.num_tokens
+    starts = range(place.start, min(place.start + num_bytes, len(text)) + 1)
+    for start in sorted(starts, key=num_tokens.__getitem__):
         if completes(matcher, text[start:]):
             return place.closing, start
     return None

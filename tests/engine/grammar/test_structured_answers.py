@@ -107,6 +107,15 @@ def test_json_is_whole_at_every_budget(made_up_engine, schema, temperature):
         jsonschema.validate(json.loads(completion.text), schema)
 
 
+def test_the_endings_own_token_leaves_a_shorter_ending(made_up_engine):
+    """After one letter of two at most, the ending with that letter in it is still legal, and one without it is shorter."""
+    text = {"type": "string", "minLength": 1, "maxLength": 2}
+    schema = _object({"a": text, "name": {"type": "string", "maxLength": 1}, "two words": {"enum": ["\\", '"\\']}}, 3, False)
+    low = shortest(made_up_engine(), Grammar.json_schema(schema))
+    for completion in made_up_engine().generate(at_budgets(Grammar.json_schema(schema), range(low, low + 4), temperature=0.0)):
+        jsonschema.validate(json.loads(completion.text), schema)
+
+
 def test_a_budget_under_the_shortest_answer_is_refused_with_both_numbers(made_up_engine):
     engine = made_up_engine()
     grammar = Grammar.json_schema(PERSON)
