@@ -25,7 +25,7 @@ class Runner(Protocol):
     """What the loop needs of a device."""
 
     def run(self, plan: StepPlan) -> list[Draw]:
-        """Compute the plan's chunks; for each in plan order its scores, then its ``num_draws`` draws (token id -1: not a number)."""
+        """Compute the plan's chunks; for each in plan order its scores, then its ``num_draws`` draws (negative ids: engine.types)."""
         ...
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+_MOST = 1024  # samples of a row, and top tokens beside one: more would fill the memory with one row
 _FLOAT32_MAX = 2.0**128 - 2.0**104  # what is computed with a setting is computed in float32
 
 
@@ -79,7 +80,7 @@ class SamplingParams:
         check.real("repetition_penalty", low=0.0, low_open=True)
         check.real("presence_penalty", low=-2.0, high=2.0)
         check.real("frequency_penalty", low=-2.0, high=2.0)
-        check.integer("n", low=1)
+        check.integer("n", low=1, high=_MOST)
         check.integer("top_k", low=-1)
         check.integer("max_tokens", low=1 if self.prompt_logprobs is None else 0)
         check.integer("min_tokens", low=0)
@@ -91,7 +92,7 @@ class SamplingParams:
             check.integer("seed")
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(self, key) is not None:
-                check.integer(key, low=0)
+                check.integer(key, low=0, high=_MOST)
         for key in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             check.flag(key)
         self._set("stop", check.texts("stop"))
@@ -159,10 +160,11 @@ class _Checker:
             bracket = "(" if low_open else "["
             raise ValueError(f"sampling.{key}: {value!r} is not a number in {bracket}{low:g}, {high:g}]")
 
-    def integer(self, key: str, *, low: int | None = None) -> None:
+    def integer(self, key: str, *, low: int | None = None, high: int | None = None) -> None:
         value = getattr(self.params, key)
-        if not _is_integer(value) or (low is not None and value < low):
-            raise ValueError(f"sampling.{key}: {value!r} is not an integer" + ("" if low is None else f" from {low} up"))
+        if not _is_integer(value) or (low is not None and value < low) or (high is not None and value > high):
+            allowed = "" if low is None else f" from {low} up" if high is None else f" in {low}..{high}"
+            raise ValueError(f"sampling.{key}: {value!r} is not an integer{allowed}")
 
     def flag(self, key: str) -> None:
         value = getattr(self.params, key)

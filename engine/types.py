@@ -98,6 +98,11 @@ class StepPlan:
         return [chunk for chunk in self.chunks if chunk.samples]
 
 
+# Instead of a drawn token's id: the logits were not numbers, or the row's own rules left nothing to draw.
+NOT_A_NUMBER = -1
+NOTHING_LEFT = -2
+
+
 class Draw(NamedTuple):
     """One token, drawn or scored, and its natural-log probability under the model's plain distribution.
 

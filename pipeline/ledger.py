@@ -18,6 +18,8 @@ from pipeline.types import Part, Shard
 
 Resume = Literal["auto", "never", "force"]
 
+_RECORDS = ("_run.json", "_manifest.jsonl", "_shards.jsonl")
+
 _Entry = TypeVar("_Entry", "FinishedPart", Shard)
 
 
@@ -133,6 +135,11 @@ class Ledger:
 
     def _open(self, provenance: Provenance, *, schema: pa.Schema, resume: Resume) -> None:
         record = _run_record(provenance, schema=schema)
+        foreign = sorted(path.name for path in self._parts())
+        if foreign and not any((self.folder / name).exists() for name in _RECORDS):
+            raise ValueError(
+                f"output.path: {str(self.folder)!r} holds {foreign[0]} but no record of a run, so it is somebody else's; use another folder"
+            )
         if resume == "never" and any(self.folder.iterdir()):
             raise ValueError(f"output.path: the folder {str(self.folder)!r} is not empty and resume=never; choose another")
         if resume == "auto":
@@ -180,8 +187,7 @@ class Ledger:
     def _clear(self) -> None:
         """Take away everything that an earlier run wrote, and nothing else."""
         self._shards = {}
-        own = ("_run.json", "_manifest.jsonl", "_shards.jsonl", "errors.jsonl", "metrics.json")
-        for path in [*self.folder.glob("part-[0-9]*"), *(self.folder / name for name in own)]:
+        for path in [*self.folder.glob("part-[0-9]*"), *(self.folder / name for name in (*_RECORDS, "errors.jsonl", "metrics.json"))]:
             path.unlink(missing_ok=True)
         durable.sync_folder(self.folder)
 

@@ -33,9 +33,10 @@ class RowError(Exception):
     """
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
+        # A template may quote a lone surrogate of the row, which no output file can hold.
+        self.message = message.encode("utf-8", "replace").decode("utf-8")
         self.code = code
-        self.message = message
+        super().__init__(self.message)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,20 +15,20 @@ from torch import Tensor
 
 from engine.sampling.adjust import adjust
 from engine.sequence import Sequence
-from engine.types import Draw
+from engine.types import NOT_A_NUMBER, Draw
 
 
 def score(logits_MV: Tensor, token_ids_M: Tensor, *, num_top: SequenceOf[int], extra_ids: SequenceOf[SequenceOf[int]] = ()) -> list[Draw]:
     """The log-softmax of plain float32 logits [M, V] at one token a row, with what else each row asks for.
 
     That is its ``num_top`` most likely tokens, the most likely first, or the tokens of ``extra_ids`` where it names some;
-    both are cut to the vocabulary. A row that holds NaN or +inf gives token id -1.
+    both are cut to the vocabulary. A row that holds NaN or +inf gives token id NOT_A_NUMBER.
     """
     logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
     logprobs = logprobs_MV.gather(1, token_ids_M[:, None]).squeeze(1).tolist()
     tops = [_top(logprobs_MV[m], count, extra_ids[m] if extra_ids else ()) for m, count in enumerate(num_top)]
     return [
-        Draw(-1, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top)
+        Draw(NOT_A_NUMBER, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top)
         for token_id, logprob, top in zip(token_ids_M.tolist(), logprobs, tops, strict=True)
     ]
 
@@ -38,7 +38,7 @@ def candidates(logits_MV: Tensor, seqs: SequenceOf[Sequence], *, num_valid_token
 
     They are ranked by the log-softmax after the row's adjustments, which is not normalised again, as in transformers; of
     equal ones the lower id comes first. Ids from ``num_valid_tokens`` on have no probability. A row that holds NaN or
-    +inf gives token ids -1.
+    +inf gives token ids NOT_A_NUMBER.
     """
     logprobs_MV = torch.log_softmax(logits_MV, dim=-1)
     adjusted_MV = adjust(logprobs_MV[:, :num_valid_tokens], seqs)
@@ -48,7 +48,7 @@ def candidates(logits_MV: Tensor, seqs: SequenceOf[Sequence], *, num_valid_token
 
 def _best(logprobs_V: Tensor, adjusted_V: Tensor, seq: Sequence) -> list[Draw]:
     if bool(logprobs_V.isnan().any()):
-        return [Draw(-1, math.nan)] * seq.num_draws
+        return [Draw(NOT_A_NUMBER, math.nan)] * seq.num_draws
     last = adjusted_V.topk(seq.num_draws).values[-1]
     level_N = (adjusted_V >= last).nonzero().squeeze(1)  # in id order, and more than are wanted where several are the last
     order_N = adjusted_V[level_N].sort(descending=True, stable=True).indices

@@ -8,6 +8,7 @@ Shape suffixes: M rows to draw for, R of them that are not greedy, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceOf
 from itertools import islice
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from engine.sampling.logprobs import candidates, score
 from engine.sampling.rng import uniform
 from engine.sampling.transforms import transform
 from engine.sequence import Sequence
-from engine.types import Draw
+from engine.types import NOTHING_LEFT, Draw
 
 _MAX_REDRAWS = 16
 
@@ -47,8 +48,8 @@ class Sampler:
 
         The draws of one row are for the sequence's own sample and those that fork from it, by sample index. A
         draw's logprob is the log-softmax of the plain logits, over all V, at the drawn token. Of equal largest logits the
-        lowest id wins. A row whose logits hold NaN or +inf gives token id -1 and leaves the others alone. The draws of a
-        beam are its candidates, the best first.
+        lowest id wins. A row whose logits hold NaN or +inf gives token id NOT_A_NUMBER, one whose own rules rule out every
+        token NOTHING_LEFT; both leave the others alone. The draws of a beam are its candidates, the best first.
         """
         of_beams = [m for m, seq in enumerate(seqs) if seq.request.sampling.uses_beams]
         if not of_beams:
@@ -63,16 +64,21 @@ class Sampler:
         rows = [_Row(seq, seq.sample_index + index) for seq in seqs for index in range(seq.num_draws)]
         if len(rows) > len(seqs):
             logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
-        valid_MV = adjust(logits_MV[:, : self.num_valid_tokens], [row.seq for row in rows])
+        plain_MV = logits_MV[:, : self.num_valid_tokens]
+        valid_MV = adjust(plain_MV, [row.seq for row in rows])
+        nothing_left = [False] * len(rows) if valid_MV is plain_MV else valid_MV.amax(-1).isneginf().tolist()
         token_ids_M = self._choose(valid_MV, rows)
         self._keep_to_grammars(token_ids_M, valid_MV, rows)
         params = [row.seq.request.sampling for row in rows]
-        return score(
+        draws = score(
             logits_MV,
             token_ids_M,
             num_top=[p.logprobs or 0 for p in params],
             extra_ids=[p.logprob_token_ids for p in params],
         )
+        return [
+            Draw(NOTHING_LEFT, math.nan) if empty and draw.token_id >= 0 else draw for empty, draw in zip(nothing_left, draws, strict=True)
+        ]
 
     def _choose(self, logits_MV: Tensor, rows: list[_Row], *, attempt: int = 0) -> Tensor:
         token_ids_M = logits_MV.argmax(-1)  # of equal ones the first

@@ -19,7 +19,7 @@ from engine.scheduler.policy import PrefixFirst
 from engine.scheduler.stopping import ending
 from engine.sequence import Sequence
 from engine.stats import Stats
-from engine.types import Chunk, Completion, Draw, Request, StepPlan
+from engine.types import NOTHING_LEFT, Chunk, Completion, Draw, Request, StepPlan
 
 if TYPE_CHECKING:
     from engine.grammar.compiler import Grammars
@@ -123,14 +123,15 @@ class Scheduler:
         queue = deque(draws)
         advanced: list[Sequence] = []
         searches: dict[Beams, None] = {}
-        broken: dict[str | int, Sequence] = {}
+        broken: dict[str | int, Completion] = {}
         for chunk in plan.chunks:
             seq = chunk.seq
             scored = [queue.popleft() for _ in chunk.scores]
             drawn = [queue.popleft() for _ in range(seq.num_draws)] if chunk.samples else []
             seq.num_computed += chunk.num_tokens
-            if any(draw.token_id < 0 for draw in (*scored, *drawn)):
-                broken[seq.request.id] = seq  # what it computed is nothing to share
+            failed = next((draw for draw in (*scored, *drawn) if draw.token_id < 0), None)
+            if failed is not None:
+                broken[seq.request.id] = _failure(seq, failed)  # what it computed is nothing to share
                 continue
             self.kv.publish(seq)
             seq.prompt_scores += scored
@@ -150,7 +151,9 @@ class Scheduler:
             num_stored=self.kv.num_stored(self.running),
             block_size=self.kv.block_size,
         )
-        done = [self._fail(seq) for seq in broken.values()]
+        for request_id in broken:
+            self.abort(request_id)
+        done = list(broken.values())
         for seq in advanced:
             done += self._finish(seq)
         for beams in searches:
@@ -297,10 +300,6 @@ class Scheduler:
             return []
         return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
 
-    def _fail(self, seq: Sequence) -> Completion:
-        self.abort(seq.request.id)
-        return error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
-
     def _drop(self, seq: Sequence) -> None:
         if seq in self.running:
             self.running.remove(seq)
@@ -316,6 +315,13 @@ class Scheduler:
             f"{self.kv.num_blocks} blocks {self.kv.num_held} are held and {self.kv.num_cached} cached; the first in line is request "
             f"{oldest.request.id!r}, {oldest.num_computed} of its {len(oldest.tokens)} tokens computed, {len(oldest.blocks)} blocks"
         )
+
+
+def _failure(seq: Sequence, draw: Draw) -> Completion:
+    if draw.token_id == NOTHING_LEFT:
+        rules = "allowed_token_ids, bad_words, min_tokens and logit_bias"
+        return error(seq.request, "bad_params", f"sampling: {rules} together leave no token to draw at place {seq.num_generated}")
+    return error(seq.request, "numerical_error", f"the model gave logits that are not numbers at token {len(seq.tokens)}")
 
 
 def _chunk(seq: Sequence, num_tokens: int) -> Chunk:

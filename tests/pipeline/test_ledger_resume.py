@@ -192,6 +192,17 @@ def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_pat
     assert (tmp_path / "out" / "part-00000.arrow").exists()
 
 
+@pytest.mark.parametrize("resume", ["auto", "force"])
+def test_a_folder_of_somebody_else_is_left_alone(run_job, write_jsonl, tmp_path, resume: str) -> None:
+    theirs = tmp_path / "out" / "part-00000.parquet"
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"precious")
+    with pytest.raises(ValueError, match=r"part-00000\.parquet but no record of a run"):
+        run_job(write_jsonl(ROWS), resume=resume)
+    assert theirs.read_bytes() == b"precious"
+    assert [path.name for path in theirs.parent.iterdir()] == [theirs.name]
+
+
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

@@ -7,7 +7,9 @@ import math
 import pytest
 import torch
 
+from engine.rules import Rules
 from engine.sampling.sampler import Sampler
+from engine.types import NOTHING_LEFT
 
 VOCAB = 12
 CRITICAL = {1: 15.1, 2: 18.4, 3: 21.1, 4: 23.5, 5: 25.7, 9: 33.7, 11: 37.4}  # chi-square at p = 1e-4, by degrees of freedom
@@ -100,3 +102,14 @@ def test_a_row_that_is_not_a_number_fails_alone(row, bad, params):
     assert broken.token_id == -1
     all_nan = sampler().draw(torch.full((1, VOCAB), math.nan), seqs[:1])
     assert all_nan[0].token_id == -1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_whose_rules_leave_nothing_says_so(row, temperature):
+    logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(3))
+    forbidden = row("forbidden", temperature=temperature, allowed_token_ids=[4], bad_words=["spelt by token 4"])
+    forbidden.rules = Rules(bad_words=((4,),))
+    plain = row("plain", temperature=temperature)
+    draws = Sampler(num_valid_tokens=20, seed=0).draw(logits, [forbidden, plain])
+    assert draws[0].token_id == NOTHING_LEFT
+    assert draws[1] == Sampler(num_valid_tokens=20, seed=0).draw(logits[1:], [plain])[0]
