@@ -122,6 +122,8 @@ def _run(config: RunConfig) -> int:
         raise RuntimeError("a row or a file broke the run off, which none may") from error
     _tell(summary)
     if summary.interrupted:
+        again = "the same command with resume=auto" if config.resume == "force" else "the same command again"
+        _say(f"stopped early; run {again} to go on")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
 
@@ -142,8 +144,6 @@ def _tell(summary: Summary) -> None:
     if summary.num_errors:
         print(f"errors:  {summary.output_path}/errors.jsonl")
     print(f"answers: {summary.output_path}/part-*.arrow")
-    if summary.interrupted:
-        _say("stopped early; run the same command again to go on")
 
 
 def _show(overrides: list[str]) -> int:

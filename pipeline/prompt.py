@@ -135,7 +135,7 @@ class Prompts:
             wanted = ", ".join(self.columns[:-1]) + f" or {self.columns[-1]}"
             raise ValueError(
                 f"input.path: no column gives a prompt; the columns are: {listed}. "
-                f"Name one {wanted}, or set prompt.template to Jinja over the columns, for example '{{{{ question }}}}'"
+                f"Name one {wanted}, or set prompt.template to Jinja over the columns, in a shell: 'prompt.template=\"{{{{ question }}}}\"'"
             )
         asks_template = (self._chat and (self._template is not None or "prompt" in names)) or (
             self._template is None and self._messages_column in names

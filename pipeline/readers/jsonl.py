@@ -52,7 +52,10 @@ def scan(
             remaining -= sum(shard.num_rows for shard in found)
             shards += found
     if shards and not types:
-        raise ValueError(f"input.path: no line is an object with keys; the first is in {_first_line(files, shards[0])}")
+        raise ValueError(
+            f"input.path: no line is an object with keys; the first is in {_first_line(files, shards[0])}; "
+            "for files of another kind name it, for example input=parquet"
+        )
     return JsonlReader(files, types=types, shards=shards)
 
 
