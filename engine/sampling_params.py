@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-_MOST = 1024  # samples of a row, and top tokens beside one: more would fill the memory with one row
+_MOST_SAMPLES, _MOST_TOP = 16_384, 1_024  # of one row, and beside one token: more would fill the memory
 _FLOAT32_MAX = 2.0**128 - 2.0**104  # what is computed with a setting is computed in float32
 
 
@@ -80,7 +80,7 @@ class SamplingParams:
         check.real("repetition_penalty", low=0.0, low_open=True)
         check.real("presence_penalty", low=-2.0, high=2.0)
         check.real("frequency_penalty", low=-2.0, high=2.0)
-        check.integer("n", low=1, high=_MOST)
+        check.integer("n", low=1, high=_MOST_SAMPLES)
         check.integer("top_k", low=-1)
         check.integer("max_tokens", low=1 if self.prompt_logprobs is None else 0)
         check.integer("min_tokens", low=0)
@@ -92,7 +92,7 @@ class SamplingParams:
             check.integer("seed")
         for key in ("logprobs", "prompt_logprobs"):
             if getattr(self, key) is not None:
-                check.integer(key, low=0, high=_MOST)
+                check.integer(key, low=0, high=_MOST_TOP)
         for key in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             check.flag(key)
         self._set("stop", check.texts("stop"))

@@ -25,18 +25,37 @@ T = TypeVar("T")
 OK, FAULT, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 3, 75
 
 
+class Stop:
+    """Whether SIGINT or SIGTERM asked the run to end: the first is heard between two steps, a second ends it at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._hear)
+
+    def __call__(self) -> bool:
+        return self.asked
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        _say("stopping after this step; once more stops at once")
+
+
 def main(overrides: list[str], *, show: bool) -> int:
     """Run one job and return its exit code; with ``show`` print its configuration instead."""
     return guarded(lambda: _show(overrides) if show else _run(read_run(overrides)))
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Call ``command`` with log lines that read plainly and SIGTERM taken as Ctrl-C.
+    """Call ``command`` with log lines that read plainly; SIGINT and SIGTERM stop it early.
 
     A ValueError or OSError that gets here is a refusal: one line and exit code 2. Anything else is a fault of ours.
     """
     logging.basicConfig(format="pagemill: %(message)s", level=logging.WARNING)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a script's background job inherits it ignored
+        signal.signal(number, _interrupt)
     try:
         return command()
     except (ValueError, OSError) as error:
@@ -110,6 +129,7 @@ def _run(config: RunConfig) -> int:
             limit=config.limit,
             resume=cast(Resume, config.resume),
             progress=config.progress,
+            stop=Stop(),
         )
     except OSError as error:  # a full disk, an input that went away
         if engine is None:

@@ -157,6 +157,11 @@ class Ledger:
             written = _temporary(final)
             if not final.exists() and written.exists() and durable.file_digest(written) == line.sha256:
                 durable.rename(written, final)
+            if final.exists() and final.stat().st_size != line.bytes:
+                raise ValueError(
+                    f"output.path: {final} has {final.stat().st_size:,} bytes, but {line.bytes:,} when it was finished; "
+                    "take it away and run again to have its rows answered anew"
+                )
             if final.exists() and final.suffix == self._suffix:
                 self.finished[line.part] = line
         lines = durable.read_lines(self.folder / "_shards.jsonl")

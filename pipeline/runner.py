@@ -73,12 +73,14 @@ def run(
     limit: int | None = None,
     resume: Resume = "auto",
     progress: bool = True,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
     """Read every row of ``input``, answer it, and write it to ``output``.
 
     Three phases: input and output are opened and checked; then ``load_engine`` is called, unless every part is there
-    already; then the rows run. The engine is closed at the end. SIGINT (KeyboardInterrupt) during the last two phases
-    ends the run early: finished parts stay and ``Summary.interrupted`` is true.
+    already; then the rows run. The engine is closed at the end. ``stop`` is asked between the engine's steps: once it is
+    true the run ends early, finished parts stay and ``Summary.interrupted`` is true. A KeyboardInterrupt does the same
+    wherever it lands.
 
     Raises:
         ValueError: something is refused; before ``load_engine`` is called unless the engine itself refuses.
@@ -93,7 +95,9 @@ def run(
 
     rows_total = sum(part.shard.num_rows for part in parts)
     metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
-    mill = _Mill(job=job, reader=reader, columns=columns, writer=writer, ledger=ledger, metrics=metrics, id_column=input.id_column)
+    mill = _Mill(
+        job=job, reader=reader, columns=columns, writer=writer, ledger=ledger, metrics=metrics, id_column=input.id_column, stop=stop
+    )
     try:
         interrupted = False
         if open_parts:
@@ -135,6 +139,7 @@ class _Mill:
     ledger: Ledger
     metrics: Metrics
     id_column: str | None
+    stop: Callable[[], bool]
     engine_numbers: Mapping[str, Any] = field(default_factory=dict)
     _asked: dict[str | int, _Asked] = field(default_factory=dict)
     _num_open: int = 0
@@ -144,7 +149,7 @@ class _Mill:
         try:
             self.metrics.loaded()
             progress.start()
-            for completion in engine.generate(self._requests(parts, progress)):
+            for completion in engine.generate(self._until_stopped(self._requests(parts, progress))):
                 asked = self._asked[completion.request_id]
                 asked.completions.append(completion)
                 if completion.finish_reason == "error" or len(asked.completions) == asked.num_samples:
@@ -154,6 +159,19 @@ class _Mill:
             progress.close()
             self.engine_numbers = engine.stats.snapshot()
             engine.close()
+
+    def _until_stopped(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """The engine pulls before each step, to the last row's end: the one place where stopping breaks nothing."""
+        for request in requests:
+            self._stop_if_asked()
+            yield request
+        while self._asked:
+            self._stop_if_asked()
+            yield None
+
+    def _stop_if_asked(self) -> None:
+        if self.stop():
+            raise KeyboardInterrupt
 
     def _requests(self, parts: Sequence[Part], progress: Progress) -> Iterator[Request | None]:
         """What to ask, in input order, at most ``MAX_OPEN_SHARDS`` shards ahead of the oldest unfinished row."""

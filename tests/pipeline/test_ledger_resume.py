@@ -183,6 +183,19 @@ def test_a_part_that_was_taken_away_is_computed_again(run_job, read_parts, write
     assert sorted(errors) == sorted(f"in.jsonl:{i}" for i in range(40))
 
 
+def test_a_part_that_was_cut_is_named_and_can_be_computed_again(run_job, write_jsonl, read_parts, tmp_path) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path)
+    whole = read_parts().to_pylist()
+    part = tmp_path / "out" / "part-00002.arrow"
+    part.write_bytes(part.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"part-00002\.arrow has .* bytes"):
+        run_job(path)
+    part.unlink()
+    run_job(path)
+    assert read_parts().to_pylist() == whole
+
+
 def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_path) -> None:
     path = write_jsonl(ROWS)
     run_job(path)
