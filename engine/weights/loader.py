@@ -5,6 +5,7 @@ Knows the checkpoint's file layout and tensor names; where the folder came from 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def load_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device 
     decoder = Decoder(folder_spec(folder), batch_invariant=batch_invariant)
     checkpoint = _Safetensors(folder)
     wanted = {name: _sources(name) for name, _ in decoder.named_parameters()}
-    checkpoint.require([source for sources in wanted.values() for source in sources])
+    checkpoint.require({source for sources in wanted.values() for source in sources}, tied=decoder.spec.tie_word_embeddings)
     for name, sources in wanted.items():
         tensor = torch.cat([checkpoint.get(source) for source in sources]) if len(sources) > 1 else checkpoint.get(sources[0])
         _assign(decoder, name, tensor.to(device=device, dtype=dtype), folder=folder)
@@ -62,6 +63,10 @@ def _assign(decoder: Decoder, name: str, tensor: Tensor, *, folder: Path) -> Non
         decoder.lm_head.weight = decoder.embed_tokens.weight
 
 
+def _counted(names: list[str]) -> str:
+    return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
 class _Safetensors:
     """The tensors of a folder by name, one file or several behind an index."""
 
@@ -87,11 +92,18 @@ class _Safetensors:
         hint = f"{pickles[0]} is a pickle, which may run code when read, so it is not; " if pickles else ""
         raise ValueError(f"model.path: {self.folder} has no model.safetensors; {hint}save the model with save_pretrained")
 
-    def require(self, names: list[str]) -> None:
-        missing = [name for name in names if name not in self.files]
+    def require(self, names: Collection[str], *, tied: bool) -> None:
+        """Exactly ``names``: a tensor too many means another model than config.json's, which would answer nonsense."""
+        missing = sorted(name for name in names if name not in self.files)
         if missing:
-            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise ValueError(f"model.path: the weights in {self.folder} lack {missing[0]}{rest}")
+            raise ValueError(f"model.path: the weights in {self.folder} lack {_counted(missing)}")
+        derived = ("rotary_emb.inv_freq", *(("lm_head.weight",) if tied else ()))  # older checkpoints carry them along
+        unknown = sorted(name for name in self.files if name not in names and not name.endswith(derived))
+        if unknown:
+            raise ValueError(
+                f"model.path: the weights in {self.folder} hold {_counted(unknown)}, which config.json does not account for; "
+                "it may be another model's, or the weights are quantised in a way that is not served"
+            )
 
     def get(self, name: str) -> Tensor:
         tensor: Tensor = self.files[name].get_tensor(name)

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from engine.config import ModelConfig
 from engine.weights import load_model
@@ -49,6 +50,32 @@ def test_missing_tensor_is_named(tiny_llama, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.path.*lack model\.layers\.1\.mlp\.up_proj\.weight"):
         _load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"), [("num_hidden_layers", 1, r"model\.layers\.1\."), ("attention_bias", False, r"_proj\.bias")]
+)
+def test_a_tensor_that_config_does_not_ask_for_is_named(tmp_path, key, value, named):
+    """Half of a model, or one without its biases, would load and answer nonsense."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, attention_bias=True
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    _load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((tmp_path / "config.json").read_text()) | {key: value}))
+    with pytest.raises(ValueError, match=rf"model\.path.*hold .*{named}.*config\.json"):
+        _load(tmp_path)
+
+
+def test_tensors_that_follow_from_others_may_be_there(tiny_llama, tmp_path):
+    tiny_llama.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4),
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    _load(tmp_path)
 
 
 def test_wrong_shape_is_named(tiny_llama, tmp_path):
