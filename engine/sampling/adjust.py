@@ -52,7 +52,8 @@ def penalties(logits_V: Tensor, seq: Sequence) -> None:
     sampling = seq.request.sampling
     seen = _ids(np.unique(seq.tokens), like=logits_V)
     logits_N = logits_V[seen]
-    logits_V[seen] = torch.where(logits_N > 0, logits_N / sampling.repetition_penalty, logits_N * sampling.repetition_penalty)
+    penalised_N = torch.where(logits_N > 0, logits_N / sampling.repetition_penalty, logits_N * sampling.repetition_penalty)
+    logits_V[seen] = penalised_N.clamp(max=torch.finfo(penalised_N.dtype).max)  # a tiny penalty may go over what float32 holds
     token_ids, counts = np.unique(seq.tokens[seq.num_prompt :], return_counts=True)
     counts = torch.from_numpy(counts[token_ids < len(logits_V)]).to(logits_V)
     logits_V[_ids(token_ids, like=logits_V)] -= sampling.frequency_penalty * counts + sampling.presence_penalty

@@ -6,6 +6,7 @@ from transformers import generation as hf
 
 from engine.rules import Rules
 from engine.sampling.adjust import adjust
+from engine.sampling.sampler import Sampler
 from engine.types import Draw
 
 VOCAB = 50
@@ -21,6 +22,16 @@ def test_repetition_penalty_is_transformers(row, logits):
     seq.append(Draw(40, -1.0))
     expected = hf.RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([seq.tokens.tolist()]), logits.clone())
     torch.testing.assert_close(adjust(logits, [seq]), expected)
+
+
+@pytest.mark.parametrize("penalty", [1e-39, 1e-30, 1e38])
+def test_no_repetition_penalty_makes_a_number_that_is_none(row, logits, penalty):
+    seq = row(repetition_penalty=penalty)  # the prompt is [1, 2]
+    logits[0, 1], logits[0, 2] = 5.0, -5.0
+    (draw,) = Sampler(num_valid_tokens=VOCAB, seed=0).draw(logits, [seq])
+    assert not adjust(logits, [seq]).isnan().any()
+    assert draw.token_id == 1 or penalty > 1, "the one likely token takes all"
+    assert 0 <= draw.token_id < VOCAB
 
 
 def test_presence_and_frequency_count_the_answer_only(row, logits):
