@@ -116,6 +116,14 @@ class Sequence:
         sampling = self.request.sampling
         return sampling.num_beams if self.num_generated == 0 else 1
 
+    @property
+    def num_logprobs(self) -> int:
+        """Most log probabilities of other tokens than the drawn ones that its request will hold until it is answered."""
+        sampling = self.request.sampling
+        num_answers = sampling.num_beams if sampling.uses_beams else sampling.n
+        num_top = len(sampling.logprob_token_ids) or sampling.logprobs or 0
+        return num_answers * (self.max_len - self.num_prompt) * num_top + self.num_prompt * (sampling.prompt_logprobs or 0)
+
     def fork(self, *, sample_index: int = 0, watch: TextWatch | None = None) -> Sequence:
         """A sample or a beam with the same tokens so far, which holds no blocks yet."""
         child = Sequence(self.request, max_len=self.max_len, rules=self.rules, watch=watch, sample_index=sample_index)

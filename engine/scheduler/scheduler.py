@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 _SCAN_FACTOR = 2
 
 
+# Log probabilities that requests in flight may hold at once, beside those of the drawn tokens: about 120 bytes each in
+# Python, so half a GB. A request that asks for more than that runs when no other holds any.
+MAX_LOGPROBS = 1 << 22
+
+
 class Scheduler:
     """Continuous batching over ``kv``'s blocks.
 
@@ -73,6 +78,7 @@ class Scheduler:
         self.waiting = PrefixFirst()
         self.running: list[Sequence] = []  # oldest admission first
         self._samples: dict[str | int, list[Completion]] = {}  # finished samples of each request in flight
+        self._num_logprobs: dict[str | int, int] = {}  # of each request that has begun and asks for some
         # Steps since the last draw. The oldest sequence computes a token in each and never gives way, so it draws (or is
         # scored) within max_len steps: more of them are a fault of ours, and a watchdog in schedule says so.
         self._num_barren_steps = 0
@@ -166,7 +172,7 @@ class Scheduler:
 
     def abort_all(self, request_ids: Collection[str | int]) -> int:
         """``abort`` for many, in one pass over the queue; how many of them were in flight."""
-        known = {request_id for request_id in request_ids if self._samples.pop(request_id, None) is not None}
+        known = {request_id for request_id in request_ids if self._forget(request_id) is not None}
         for seq in [seq for seq in (*self.running, *self.waiting) if seq.request.id in known]:
             self._drop(seq)
         return len(known)
@@ -213,6 +219,8 @@ class Scheduler:
         for seq in self.waiting.candidates(limit=_SCAN_FACTOR * self.max_num_seqs):
             if budget == 0 or self._num_free_places < seq.num_places:
                 break
+            if not self._logprobs_fit(seq):
+                continue
             prefix = self.kv.match(seq)
             if self._twin_is_computing(self.kv.edge_after(seq, prefix), in_flight):
                 continue
@@ -228,6 +236,10 @@ class Scheduler:
                 in_flight.add(edge)
         return chunks
 
+    def _logprobs_fit(self, seq: Sequence) -> bool:
+        held = 0 if seq.num_logprobs == 0 or seq.request.id in self._num_logprobs else sum(self._num_logprobs.values())
+        return held == 0 or held + seq.num_logprobs <= MAX_LOGPROBS
+
     @staticmethod
     def _twin_is_computing(edge: Edge | None, in_flight: Collection[Edge]) -> bool:
         """The twin gate: the next block of a waiting sequence is being computed right now, so waiting makes it free."""
@@ -236,6 +248,8 @@ class Scheduler:
     def _count_admission(self, seq: Sequence) -> None:
         if seq.num_cached is None:
             seq.num_cached = seq.num_computed
+            if seq.num_logprobs:
+                self._num_logprobs[seq.request.id] = seq.num_logprobs
             self.stats.num_prompt_tokens += seq.num_prompt
             self.stats.num_cached_tokens += seq.num_cached
         else:
@@ -278,7 +292,7 @@ class Scheduler:
             self._branch(beam, branch)
         if not beams.is_done:
             return []
-        del self._samples[beams.request.id]
+        self._forget(beams.request.id)
         answers = beam_answers(beams, vocabulary=self.vocabulary)
         self.stats.num_generated_tokens += sum(len(completion.token_ids) for completion in answers)
         return answers
@@ -298,7 +312,13 @@ class Scheduler:
         samples.append(answer(seq, reason, vocabulary=self.vocabulary))
         if len(samples) < seq.request.sampling.n:
             return []
-        return sorted(self._samples.pop(seq.request.id), key=lambda completion: completion.sample_index)
+        self._forget(seq.request.id)
+        return sorted(samples, key=lambda completion: completion.sample_index)
+
+    def _forget(self, request_id: str | int) -> list[Completion] | None:
+        """The request is in flight no more; its finished samples, None where it was not."""
+        self._num_logprobs.pop(request_id, None)
+        return self._samples.pop(request_id, None)
 
     def _drop(self, seq: Sequence) -> None:
         if seq in self.running:

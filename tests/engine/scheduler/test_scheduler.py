@@ -55,6 +55,23 @@ def test_every_prompt_leaves_a_token_to_compute(oracle_engine):
         assert answers[1].num_cached_tokens == (length - 1) // 16 * 16
 
 
+def test_log_probabilities_in_flight_are_bounded(oracle_engine, monkeypatch):
+    """10 answers of 8 tokens with 5 log probabilities each, and room for 100: two at once; the greedy one goes alone."""
+    monkeypatch.setattr("engine.scheduler.scheduler.MAX_LOGPROBS", 100)
+    engine = oracle_engine(num_blocks=400, block_size=16, max_num_seqs=8)
+    asked = [Request(id=i, prompt_token_ids=[i + 1], sampling=SamplingParams(max_tokens=8, logprobs=5, ignore_eos=True)) for i in range(10)]
+    asked.append(Request(id="greedy", prompt_token_ids=[40], sampling=SamplingParams(max_tokens=8, n=2, logprobs=50, ignore_eos=True)))
+    plain = [Request(id=f"plain {i}", prompt_token_ids=[i + 1], sampling=SamplingParams(max_tokens=8)) for i in range(4)]
+    done = set()
+    for request in (*asked, *plain):
+        engine.submit(request)
+    while engine.scheduler.has_work:
+        done |= {completion.request_id for completion in engine.step()}
+        held = {seq.request.id for seq in engine.scheduler.running if seq.request.sampling.logprobs}
+        assert len(held) <= (1 if "greedy" in held else 2)
+    assert done == {request.id for request in (*asked, *plain)}
+
+
 @pytest.mark.parametrize(("num_tokens", "code"), [(0, "empty_prompt"), (64, "too_long"), (500, "too_long")])
 def test_what_can_never_fit_is_refused_at_once(oracle_engine, num_tokens, code):
     engine = oracle_engine(num_blocks=4, block_size=16)
