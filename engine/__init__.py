@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if TYPE_CHECKING:
     from engine import plugins
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
+    from engine.grammar.compiler import check_grammar
     from engine.grammar.spec import Grammar
     from engine.loop import Engine
     from engine.sampling_params import SamplingParams
@@ -33,6 +34,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Tokenizer",
+    "check_grammar",
     "parse_bytes",
     "plugins",
 ]
@@ -47,6 +49,7 @@ _HOME = {
     "Request": "engine.types",
     "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
+    "check_grammar": "engine.grammar.compiler",
     "parse_bytes": "engine.config",
 }
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine import Grammar
+from engine import Grammar, check_grammar
 from pipeline.types import RowError
 
 
@@ -17,12 +17,18 @@ def job_format(text: str | None) -> Grammar | None:
     """The job's form from its JSON text.
 
     Raises:
-        ValueError: it is no JSON, or its shape is wrong.
+        ValueError: it is no JSON, its shape is wrong, or it does not compile.
     """
     try:
-        return None if text is None else _grammar(text)
+        form = None if text is None else _grammar(text)
     except ValueError as error:
         raise ValueError(f"prompt.{error}") from error
+    if form is not None:
+        try:
+            check_grammar(form)
+        except ValueError as error:
+            raise ValueError(f"prompt.response_format: {error}") from error
+    return form
 
 
 def row_format(value: Any, *, default: Grammar | None) -> Grammar | None:

@@ -90,6 +90,17 @@ class Grammars:
         return Setting(vocabulary, Closer(vocabulary), tuple(self._tokenizer.eos_token_ids))
 
 
+def check_grammar(grammar: Grammar) -> None:
+    """Compile ``grammar`` over bytes, which needs no model.
+
+    Raises:
+        GrammarError: it does not compile, so no row could be answered in it.
+    """
+    matcher = LLMatcher(_byte_tokenizer(), _library_grammar(grammar), log_level=0)
+    if matcher.is_error():
+        raise GrammarError(f"the {grammar.kind} does not compile: {matcher.get_error()}")
+
+
 def _library_grammar(grammar: Grammar) -> str:
     """llguidance's own notation; what it does not know is refused when it is compiled."""
     if grammar.kind == "regex":

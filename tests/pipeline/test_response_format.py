@@ -37,6 +37,18 @@ def test_the_row_goes_before_the_job(prompts, tmp_path):
     assert prompts().grammar({}) is None
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"type": "regex", "pattern": "(unclosed"},
+        {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "strnig"}}}}},
+    ],
+)
+def test_a_job_form_that_does_not_compile_is_refused_before_any_row(prompts, form):
+    with pytest.raises(ValueError, match=rf"^prompt\.response_format: the {form['type']} does not compile: "):
+        prompts(response_format=json.dumps(form))
+
+
 def test_it_reaches_the_request(text_job):
     record = Record(row_key="in.jsonl:0", index=0, columns={"prompt": "p", "response_format": json.dumps(JSON_SCHEMA)})
     assert text_job().request(record).grammar == Grammar.json_schema(SCHEMA)
