@@ -11,7 +11,7 @@ import shutil
 
 import pytest
 
-from engine import Completion, Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams, Tokenizer
+from engine import Completion, Engine, EngineConfig, Grammar, KVCacheConfig, ModelConfig, Request, SamplingParams, Tokenizer
 
 BLOCK = 16
 
@@ -54,6 +54,10 @@ def prompt(length: int, *, seed: int = 0) -> list[int]:
     return [dice.randrange(97, 123) for _ in range(length)]
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "array", "items": {"enum": [1, 20]}}}, "required": ["a"]}
+FORMS = (Grammar.json_schema(SCHEMA), Grammar.regex("[a-z]+(, [a-z]+)*"), Grammar.choice(["yes", "no", "perhaps"]), Grammar.json_object())
+
+
 def mixed(count: int) -> list[Request]:
     """Rows with all kinds of settings, in families that share long beginnings."""
     dice = random.Random(5)
@@ -76,8 +80,11 @@ def mixed(count: int) -> list[Request]:
             "bad_words": dice.choice([(), ("e", "oo")]),
             "max_tokens": dice.randrange(4, 60),
         }
+        grammar = FORMS[i % 20] if i % 20 < len(FORMS) else None
+        if grammar is not None:  # a form ends where it ends, and takes all of the tokens that it allows
+            sampling |= {"min_tokens": 0, "stop": (), "stop_token_ids": (), "bad_words": (), "max_tokens": dice.randrange(30, 60)}
         ids = prompt(40, seed=dice.randrange(3)) + prompt(dice.randrange(1, 30), seed=i)
-        rows.append(Request(id=i, prompt_token_ids=ids, sampling=SamplingParams(**sampling)))
+        rows.append(Request(id=i, prompt_token_ids=ids, sampling=SamplingParams(**sampling), grammar=grammar))
     return rows
 
 
@@ -89,18 +96,21 @@ def numbers(found: dict) -> dict:
     }
 
 
-def test_mixed_rows_are_the_same_alone_together_shuffled_squeezed_and_without_a_cache(make):
-    requests = mixed(24)
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.full)])
+def test_mixed_rows_are_the_same_alone_together_shuffled_squeezed_and_without_a_cache(make, count):
+    """The squeezed pool has a 20th of the blocks that the others have."""
+    requests = mixed(count)
     alone = make()
     expected = {}
     for request in requests:
         expected |= numbers(answers(alone, [request]))
+    assert {finish_reason for samples in expected.values() for _, _, finish_reason, *_ in samples} == {"stop", "length"}
     shuffled = random.Random(1).sample(requests, len(requests))
     assert numbers(answers(make(), requests)) == expected
     assert numbers(answers(make(), shuffled)) == expected
     assert numbers(answers(make(prefix_cache=False), requests)) == expected
     assert numbers(answers(make(max_num_batched_tokens=16), shuffled)) == expected
-    squeezed = make(num_blocks=16)
+    squeezed = make(num_blocks=20)
     assert numbers(answers(squeezed, requests)) == expected
     assert squeezed.stats.num_preemptions > 0
     assert squeezed.scheduler.kv.num_held == 0
