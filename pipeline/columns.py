@@ -5,7 +5,7 @@ Knows how one finished or failed row becomes values, and how a shard's rows beco
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -42,35 +42,44 @@ _LOGPROBS = pa.schema(
     }
 )
 
+NAMES = (*_SHARED.names, *_TOKEN_IDS.names, *_LOGPROBS.names)
+
+# Text that is copied in one piece stays well below the 2 GiB that a string column's offsets can count.
+_MAX_TAKE_BYTES = 256 * 2**20
+
 
 class OutputColumns:
     """The schema of every part, and the tables in it.
 
     Attributes:
         schema: the input's columns, then the added ones with ``prefix`` before their names.
+        added: the added columns without the prefix.
         token_ids: the columns ``prompt_token_ids`` and ``token_ids`` are there.
     """
 
     def __init__(self, carried: pa.Schema, *, fields: Sequence[pa.Field], prefix: str, token_ids: bool, logprobs: bool) -> None:
-        """Raises ValueError where an added column would have the name of an input column."""
+        """Raises ValueError where an added column would have the name of an input column, or two input columns share one."""
+        twice = sorted({name for name in carried.names if carried.names.count(name) > 1})
+        if twice:
+            raise ValueError(f"input.path: the input has two columns of the name {twice[0]!r}; give every column a name of its own")
         self.token_ids = token_ids
-        self._added = [*_SHARED, *(_TOKEN_IDS if token_ids else ()), *(_LOGPROBS if logprobs else ()), *fields]
+        self.added = pa.schema([*_SHARED, *(_TOKEN_IDS if token_ids else ()), *(_LOGPROBS if logprobs else ()), *fields])
         self._prefix = prefix
-        clashes = [field.name for field in self._added if prefix + field.name in carried.names]
+        clashes = [field.name for field in self.added if prefix + field.name in carried.names]
         if clashes:
             listed = ", ".join(repr(prefix + name) for name in clashes)
             raise ValueError(
                 f"output.prefix: the input has columns of the same names as the output's: {listed}; "
                 f"set output.prefix, for example output.prefix={'pagemill_' if prefix == '' else prefix + '_'}"
             )
-        self.schema = pa.schema([*carried, *(field.with_name(prefix + field.name) for field in self._added)])
+        self.schema = pa.schema([*carried, *(field.with_name(prefix + field.name) for field in self.added)])
 
     def table(self, carried: pa.Table, rows: Sequence[Sequence[Mapping[str, Any]]]) -> pa.Table:
         """The part's table: ``rows[i]`` are the output rows of input row ``i``, one a sample; absent values are null."""
         if any(len(samples) != 1 for samples in rows):
-            carried = carried.take([index for index, samples in enumerate(rows) for _ in samples])
+            carried = pa.concat_tables(repeated(carried, [len(samples) for samples in rows]))
         flat = [{**row, "sample_index": sample} for samples in rows for sample, row in enumerate(samples)]
-        added = [pa.array([row.get(field.name) for row in flat], type=field.type) for field in self._added]
+        added = [pa.array([row.get(field.name) for row in flat], type=field.type) for field in self.added]
         return pa.table([*carried.columns, *added], schema=self.schema)
 
 
@@ -107,6 +116,35 @@ def row_label(columns: Mapping[str, Any], *, id_column: str | None, row_key: str
         if value is not None:
             return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
     return row_key
+
+
+def num_bytes(table: pa.Table) -> int:
+    """The rows' own bytes: a dictionary is shared by all rows of a part, so only its indices count."""
+    return sum(
+        column.length() * column.type.index_type.bit_width // 8 if pa.types.is_dictionary(column.type) else column.nbytes
+        for column in table.columns
+    )
+
+
+def repeated(table: pa.Table, counts: Sequence[int], *, max_bytes: int = _MAX_TAKE_BYTES) -> Iterator[pa.Table]:
+    """``table`` with row ``i`` ``counts[i]`` times, in pieces of ``max_bytes`` at most, or one row."""
+    most = max(counts)
+    if num_bytes(table) * most <= max_bytes:
+        indices = [index for index, count in enumerate(counts) for _ in range(count)]
+        yield pa.table([_taken(column, indices) for column in table.columns], schema=table.schema)
+    elif len(counts) > 1:
+        middle = len(counts) // 2
+        yield from repeated(table.slice(0, middle), counts[:middle], max_bytes=max_bytes)
+        yield from repeated(table.slice(middle), counts[middle:], max_bytes=max_bytes)
+    else:
+        yield from [table] * most
+
+
+def _taken(column: pa.ChunkedArray, indices: Sequence[int]) -> pa.ChunkedArray:
+    try:
+        return column.take(pa.array(indices))
+    except pa.ArrowNotImplementedError:  # Arrow can cut views and run-end encoded columns, but not take from them
+        return pa.chunked_array([chunk for index in indices for chunk in column.slice(index, 1).chunks], type=column.type)
 
 
 def _logprobs(completion: Completion) -> dict[str, Any]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pytest
@@ -189,3 +193,62 @@ def write_jsonl(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return write
+
+
+class TypedColumn(NamedTuple):
+    """A column as a user may have it: its Arrow type, its values in Python, and what the written rule makes of them in JSON."""
+
+    type: pa.DataType
+    values: list[Any]
+    json: list[Any]
+
+
+@pytest.fixture(scope="session")
+def every_type() -> dict[str, TypedColumn]:
+    """Three rows of every type that arrow and parquet keep; the last one is null everywhere."""
+    noon = datetime(2024, 2, 29, 12, 30, 15, 123456)
+    utc, berlin = noon.replace(tzinfo=UTC), noon.replace(tzinfo=ZoneInfo("Europe/Berlin"))
+    odd, text, large = 2**53 + 1, 'Ünï "quoted"\n\u2028\x85\0 🚀', Decimal(10) ** 50
+    empty = {"a": None, "b": None}
+    turns = [{"role": "user", "content": None}]
+    columns: dict[str, tuple[pa.DataType, tuple[Any, Any], tuple[Any, Any]]] = {
+        "none": (pa.null(), (None, None), (None, None)),
+        "flag": (pa.bool_(), (True, True), (False, False)),
+        "int8": (pa.int8(), (-128, -128), (127, 127)),
+        "int64": (pa.int64(), (odd, odd), (-(2**63), -(2**63))),
+        "uint64": (pa.uint64(), (2**64 - 1, 2**64 - 1), (0, 0)),
+        "float16": (pa.float16(), (0.5, 0.5), (math.nan, None)),
+        "float32": (pa.float32(), (0.25, 0.25), (-math.inf, None)),
+        "float64": (pa.float64(), (0.1, 0.1), (math.inf, None)),
+        "text": (pa.string(), (text, text), ("", "")),
+        "large_text": (pa.large_string(), (text, text), ("", "")),
+        "text_view": (pa.string_view(), (text, text), ("", "")),
+        "binary": (pa.binary(), (b"\0\xff", "AP8="), (b"", "")),
+        "large_binary": (pa.large_binary(), (b"\0\xff", "AP8="), (b"", "")),
+        "fixed_binary": (pa.binary(2), (b"\0\xff", "AP8="), (b"ab", "YWI=")),
+        "decimal": (pa.decimal128(20, 3), (Decimal("1.100"), "1.100"), (Decimal("-0.001"), "-0.001")),
+        "large_decimal": (pa.decimal256(60, 0), (large, "1" + "0" * 50), (Decimal(0), "0")),
+        "date": (pa.date32(), (date(2024, 2, 29), "2024-02-29"), (date(1969, 12, 31), "1969-12-31")),
+        "time_ms": (pa.time32("ms"), (time(1, 2, 3, 4000), "01:02:03.004"), (time(0), "00:00:00.000")),
+        "time_us": (pa.time64("us"), (time(1, 2, 3, 4), "01:02:03.000004"), (time(0), "00:00:00.000000")),
+        "time_ns": (pa.time64("ns"), (1_000, "00:00:00.000001000"), (0, "00:00:00.000000000")),
+        "moment_ms": (pa.timestamp("ms"), (1, "1970-01-01T00:00:00.001"), (datetime(1, 1, 1), "0001-01-01T00:00:00.000")),
+        "moment_us": (pa.timestamp("us"), (noon, "2024-02-29T12:30:15.123456"), (-1, "1969-12-31T23:59:59.999999")),
+        "moment_ns": (pa.timestamp("ns"), (1, "1970-01-01T00:00:00.000000001"), (0, "1970-01-01T00:00:00.000000000")),
+        "moment_utc": (pa.timestamp("us", "UTC"), (utc, "2024-02-29T12:30:15.123456Z"), (0, "1970-01-01T00:00:00.000000Z")),
+        "moment_zone": (pa.timestamp("ms", "Europe/Berlin"), (berlin.replace(microsecond=0), "2024-02-29T11:30:15.000Z"),
+                        (1_720_000_000_000, "2024-07-03T09:46:40.000Z")),
+        "moment_offset": (pa.timestamp("us", "-03:30"), (utc, "2024-02-29T12:30:15.123456Z"), (None, None)),
+        "duration": (pa.duration("us"), (timedelta(seconds=90, microseconds=5), "PT90.000005S"), (timedelta(seconds=-1), "PT-1.000000S")),
+        "list": (pa.list_(pa.int32()), ([1, None], [1, None]), ([], [])),
+        "large_list": (pa.large_list(pa.string()), (["a"], ["a"]), ([], [])),
+        "fixed_list": (pa.list_(pa.float32(), 2), ([0.5, None], [0.5, None]), ([1.0, 2.0], [1.0, 2.0])),
+        "struct": (pa.struct({"a": pa.int64(), "b": pa.struct({"c": pa.binary()})}),
+                   ({"a": odd, "b": {"c": b"\0\xff"}}, {"a": odd, "b": {"c": "AP8="}}), (empty, empty)),
+        "turns": (pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})), (turns, turns), ([], [])),
+        "map": (pa.map_(pa.string(), pa.date32()), ([("k", date(2024, 1, 1)), ("k", None)],
+                [{"key": "k", "value": "2024-01-01"}, {"key": "k", "value": None}]), ([], [])),
+        "category": (pa.dictionary(pa.int32(), pa.string()), ("a", "a"), ("b", "b")),
+        "small_category": (pa.dictionary(pa.int8(), pa.string()), ("a", "a"), ("a", "a")),
+    }  # fmt: skip
+    return {name: TypedColumn(kind, [one[0], two[0], None], [one[1], two[1], None]) for name, (kind, one, two) in columns.items()}

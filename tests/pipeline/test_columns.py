@@ -7,9 +7,12 @@ from dataclasses import replace
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from pipeline import TextJob
+from pipeline.columns import OutputColumns, num_bytes, repeated
 from pipeline.types import RowError
+from pipeline.writer import batches_by_bytes
 
 CONTRACT = {
     "row_id": "string",
@@ -135,6 +138,46 @@ def test_every_sample_is_a_row_and_an_error_is_one(run_job, read_parts, tmp_path
     assert written["sample_index"].to_pylist() == [sample for count in counts for sample in range(count)]
     assert written["n"].to_pylist() == [table["n"][i].as_py() for i, count in enumerate(counts) for _ in range(count)]
     assert (summary.num_rows, summary.num_errors) == (sum(counts), 1)
+
+
+def test_two_input_columns_of_one_name_are_refused() -> None:
+    carried = pa.schema([pa.field("x", pa.int64()), pa.field("y", pa.int64()), pa.field("x", pa.string())])
+    with pytest.raises(ValueError, match=r"input\.path: the input has two columns of the name 'x'"):
+        OutputColumns(carried, fields=(), prefix="", token_ids=False, logprobs=False)
+
+
+def test_columns_of_every_type_are_repeated_for_every_sample(every_type) -> None:
+    carried = pa.table({name: pa.array(column.values, column.type) for name, column in every_type.items()})
+    carried = carried.append_column("runs", pa.array(["a", "a", None], pa.run_end_encoded(pa.int32(), pa.string())))
+    carried = carried.append_column("views", pa.array([["a"], [], None], pa.list_view(pa.string_view())))
+    columns = OutputColumns(carried.schema, fields=(), prefix="", token_ids=False, logprobs=False)
+    table = columns.table(carried, [[{}], [{}] * 3, [{}] * 2])
+    indices = [0, 1, 1, 1, 2, 2]
+    assert table.schema == columns.schema
+    assert table["sample_index"].to_pylist() == [0, 0, 1, 2, 0, 1]
+    for name in carried.column_names:
+        values = carried[name].to_pylist()
+        assert repr(table[name].to_pylist()) == repr([values[index] for index in indices]), name
+
+
+@settings(max_examples=100, deadline=None)
+@given(rows=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 6)), min_size=1, max_size=30), max_bytes=st.integers(1, 3000))
+def test_rows_are_repeated_in_pieces_of_bounded_bytes(rows: list[tuple[int, int]], max_bytes: int) -> None:
+    table = pa.table({"n": range(len(rows)), "text": ["x" * size for size, _ in rows]})
+    counts = [count for _, count in rows]
+    pieces = list(repeated(table, counts, max_bytes=max_bytes))
+    assert pa.concat_tables(pieces).equals(table.take([index for index, count in enumerate(counts) for _ in range(count)]))
+    assert all(num_bytes(piece) <= max_bytes or piece.num_rows == 1 for piece in pieces)
+
+
+@pytest.mark.full
+def test_many_samples_of_a_long_row_are_more_bytes_than_one_string_column_holds() -> None:
+    """Three GiB of prompts: as one piece they cannot be copied at all."""
+    carried = pa.table({"prompt": ["x" * 2**26]})
+    columns = OutputColumns(carried.schema, fields=(), prefix="", token_ids=False, logprobs=False)
+    table = columns.table(carried, [[{}] * 48])
+    assert table["prompt"].nbytes > 2**31
+    assert sum(batch.num_rows for batch in batches_by_bytes(table, max_bytes=2**23)) == 48
 
 
 def test_a_job_adds_its_columns_and_may_refuse_an_answer(run_job, read_parts, write_jsonl, text_job) -> None:
