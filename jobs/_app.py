@@ -163,7 +163,7 @@ def _tell(summary: Summary) -> None:
         )
     if summary.num_errors:
         print(f"errors:  {summary.output_path}/errors.jsonl")
-    print(f"answers: {summary.output_path}/part-*.arrow")
+    print(f"answers: {summary.parts}")
 
 
 def _show(overrides: list[str]) -> int:

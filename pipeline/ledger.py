@@ -162,7 +162,7 @@ class Ledger:
                     f"output.path: {final} has {final.stat().st_size:,} bytes, but {line.bytes:,} when it was finished; "
                     "take it away and run again to have its rows answered anew"
                 )
-            if final.exists() and final.suffix == self._suffix:
+            if final.exists():
                 self.finished[line.part] = line
         lines = durable.read_lines(self.folder / "_shards.jsonl")
         indices = [line.pop("part", -1) for line in lines]
@@ -192,7 +192,11 @@ class Ledger:
     def _clear(self) -> None:
         """Take away everything that an earlier run wrote, and nothing else."""
         self._shards = {}
-        for path in [*self.folder.glob("part-[0-9]*"), *(self.folder / name for name in (*_RECORDS, "errors.jsonl", "metrics.json"))]:
+        for path in [
+            *self.folder.glob("part-[0-9]*"),
+            *self.folder.glob("errors-[0-9]*"),
+            *(self.folder / name for name in (*_RECORDS, "errors.jsonl", "metrics.json")),
+        ]:
             path.unlink(missing_ok=True)
         durable.sync_folder(self.folder)
 

@@ -49,10 +49,12 @@ class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
     ``num_resumed`` input rows were there already; ``num_cut`` answers hit a length limit; ``num_unfinished`` input rows
-    are left for the next run, none unless ``interrupted``. ``metrics`` is the content of metrics.json.
+    are left for the next run, none unless ``interrupted``. ``parts`` is a glob for the files that the answers are in,
+    ``metrics`` the content of metrics.json.
     """
 
     output_path: str
+    parts: str
     num_rows: int
     num_ok: int
     num_errors: int
@@ -88,7 +90,7 @@ def run(
     reader = open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
     job.check(reader.schema)
     columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
-    writer = PartWriter(output)
+    writer = PartWriter(output, schema=columns.schema)
     ledger = Ledger.open(output.path, suffix=writer.suffix, provenance=provenance, schema=columns.schema, resume=resume)
     parts = ledger.assign(reader.shards)
     open_parts = [part for part in parts if part.index not in ledger.finished]
@@ -104,7 +106,7 @@ def run(
             mill.run(open_parts, load_engine=load_engine, progress=Progress(metrics, enabled=progress))
     except KeyboardInterrupt:
         interrupted = True
-    return _summary(parts, ledger=ledger, metrics=metrics, engine=mill.engine_numbers, interrupted=interrupted)
+    return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, interrupted=interrupted)
 
 
 @dataclass(slots=True)
@@ -239,7 +241,9 @@ class _Mill:
         self._num_open -= 1
 
 
-def _summary(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, engine: Mapping[str, Any], interrupted: bool) -> Summary:
+def _summary(
+    parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix: str, engine: Mapping[str, Any], interrupted: bool
+) -> Summary:
     finished = [ledger.finished[part.index] for part in parts if part.index in ledger.finished]
     num_rows = sum(part.rows for part in finished)
     num_errors = sum(part.errors for part in finished)
@@ -247,6 +251,7 @@ def _summary(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, engine:
     write_metrics(ledger.folder, numbers)
     return Summary(
         output_path=str(ledger.folder),
+        parts=str(ledger.folder / f"part-*{suffix}"),
         num_rows=num_rows,
         num_ok=num_rows - num_errors,
         num_errors=num_errors,

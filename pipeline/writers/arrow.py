@@ -1,4 +1,4 @@
-"""Arrow IPC, as a file with a footer (random access, memory mapping) or as a stream."""
+"""Arrow IPC, as a file with a footer (random access, memory mapping) or as a stream; it holds every Arrow type."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import pyarrow as pa
 
 from pipeline.writer import OutputOptions
 
-SUFFIX = ".arrow"
+SUFFIXES = {"zstd": ".arrow", "lz4": ".arrow", "none": ".arrow"}
+USES = ("ipc",)
+COMPANION = None
 
 
-def write(path: Path, batches: Iterable[pa.RecordBatch], *, schema: pa.Schema, options: OutputOptions) -> None:
+def check(schema: pa.Schema, *, options: OutputOptions) -> None:
+    """Nothing to refuse."""
+
+
+def write(path: Path, batches: Iterable[pa.RecordBatch], *, schema: pa.Schema, compression: str, options: OutputOptions) -> None:
     """See ``pipeline.writer.Format``."""
-    settings = pa.ipc.IpcWriteOptions(compression=None if options.compression == "none" else options.compression)
+    settings = pa.ipc.IpcWriteOptions(compression=None if compression == "none" else compression)
     opened = pa.ipc.new_file if options.ipc == "file" else pa.ipc.new_stream
     with pa.OSFile(str(path), "wb") as sink, opened(sink, schema, options=settings) as writer:
         for batch in batches:
