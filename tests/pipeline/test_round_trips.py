@@ -1,0 +1,126 @@
+"""Every reader with every writer: what a user brings comes out with equal values and types, whatever the two formats are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from openai.types.chat import ChatCompletion
+
+from engine import plugins
+
+IDS = ["a", "b", "c"]
+PROMPTS = ["one two", "", "three"]
+ANSWERS = ["two one", None, "three"]  # nothing can be asked with an empty prompt
+
+
+class Given(NamedTuple):
+    """An input: where it is, the table that it holds, and the same rows in JSON."""
+
+    path: Path
+    table: pa.Table
+    json: list[dict[str, Any]]
+
+
+def arrow_table(every_type: Mapping[str, Any]) -> tuple[pa.Table, list[dict[str, Any]]]:
+    names = ["id", "prompt", *every_type]
+    columns = [pa.array(IDS), pa.array(PROMPTS), *(pa.array(column.values, column.type) for column in every_type.values())]
+    json_columns = [IDS, PROMPTS, *(column.json for column in every_type.values())]
+    return pa.table(columns, names=names), [dict(zip(names, row, strict=True)) for row in zip(*json_columns, strict=True)]
+
+
+def in_parquet(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    table, rows = arrow_table(every_type)
+    pq.write_table(table, folder / "in.parquet")
+    return Given(folder / "in.parquet", table, rows)
+
+
+def in_arrow(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    table, rows = arrow_table(every_type)
+    with pa.OSFile(str(folder / "in.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+    return Given(folder / "in.arrow", table, rows)
+
+
+def in_jsonl(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    types = {
+        "flag": pa.bool_(),
+        "int64": pa.int64(),
+        "float64": pa.float64(),
+        "text": pa.string(),
+        "list": pa.list_(pa.int64()),
+        "turns": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
+    }
+    rows = [
+        dict(zip(("id", "prompt", *types), row, strict=True))
+        for row in zip(IDS, PROMPTS, *(every_type[n].json for n in types), strict=True)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    schema = pa.schema({"id": pa.string(), "prompt": pa.string(), **types})
+    return Given(folder / "in.jsonl", pa.Table.from_pylist(rows, schema=schema), rows)
+
+
+def arrow_parts(folder: Path) -> pa.Table:
+    return pa.concat_tables(pa.ipc.open_file(path.read_bytes()).read_all() for path in sorted(folder.glob("part-*.arrow")))
+
+
+def parquet_parts(folder: Path) -> pa.Table:
+    return pa.concat_tables(pq.ParquetFile(path).read() for path in sorted(folder.glob("part-*.parquet")))
+
+
+def lines(folder: Path, pattern: str = "part-*.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for path in sorted(folder.glob(pattern)) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_table(read: Callable[[Path], pa.Table]) -> Callable[[Path, Given], None]:
+    def check(folder: Path, given: Given) -> None:
+        table = read(folder)
+        carried = table.select(given.table.column_names)
+        assert dict(zip(carried.column_names, carried.schema.types, strict=True)) == dict(
+            zip(given.table.column_names, given.table.schema.types, strict=True)
+        )
+        for name in given.table.column_names:
+            assert repr(carried[name].to_pylist()) == repr(given.table[name].to_pylist()), name
+        assert table["generation"].to_pylist() == ANSWERS
+
+    return check
+
+
+def check_jsonl(folder: Path, given: Given) -> None:
+    rows = lines(folder)
+    assert [{name: row[name] for name in given.table.column_names} for row in rows] == given.json
+    assert [list(row)[: len(given.json[0])] for row in rows] == [given.table.column_names] * len(rows)
+    assert [row["generation"] for row in rows] == ANSWERS
+
+
+def check_openai_batch(folder: Path, given: Given) -> None:
+    rows, failed = lines(folder), lines(folder, "errors-*.jsonl")
+    bodies = [ChatCompletion.model_validate(row["response"]["body"], strict=True, by_alias=True) for row in rows]
+    assert [(row["custom_id"], body.choices[0].message.content) for row, body in zip(rows, bodies, strict=True)] == [
+        ("a", "two one"),
+        ("c", "three"),
+    ]
+    assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in failed] == [("b", None, "empty_prompt")]
+
+
+READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Given]] = {"jsonl": in_jsonl, "parquet": in_parquet, "arrow": in_arrow}
+WRITERS: Mapping[str, Callable[[Path, Given], None]] = {
+    "arrow": check_table(arrow_parts),
+    "parquet": check_table(parquet_parts),
+    "jsonl": check_jsonl,
+    "openai_batch": check_openai_batch,
+}
+
+
+@pytest.mark.parametrize("writer", plugins.names("pipeline.writers"))
+@pytest.mark.parametrize("reader", plugins.names("pipeline.readers"))
+def test_values_and_types_come_out_as_they_went_in(run_job, tmp_path, every_type, reader: str, writer: str) -> None:
+    given = READERS[reader](tmp_path, every_type)
+    summary = run_job(given.path, input={"format": reader, "rows_per_shard": 2}, output={"format": writer})
+    assert (summary.num_ok, summary.num_errors) == (2, 1)
+    WRITERS[writer](tmp_path / "out", given)
