@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,11 +21,13 @@ ANSWERS = ["two one", None, "three"]  # nothing can be asked with an empty promp
 
 
 class Given(NamedTuple):
-    """An input: where it is, the table that it holds, and the same rows in JSON."""
+    """An input: where it is, the table that it holds, the same rows in JSON, and the columns that say a row's prompt and its id."""
 
     path: Path
     table: pa.Table
     json: list[dict[str, Any]]
+    prompt: str = "prompt"
+    id: str = "id"
 
 
 def arrow_table(every_type: Mapping[str, Any]) -> tuple[pa.Table, list[dict[str, Any]]]:
@@ -65,6 +68,22 @@ def in_jsonl(folder: Path, every_type: Mapping[str, Any]) -> Given:
     return Given(folder / "in.jsonl", pa.Table.from_pylist(rows, schema=schema), rows)
 
 
+def in_csv(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    texts = every_type["text"].values
+    with (folder / "in.csv").open("w", encoding="utf-8", newline="") as stream:
+        csv.writer(stream).writerows([("id", "prompt", "text"), *zip(IDS, PROMPTS, texts, strict=True)])
+    rows = [{"id": key, "prompt": prompt or None, "text": text or None} for key, prompt, text in zip(IDS, PROMPTS, texts, strict=True)]
+    return Given(folder / "in.csv", pa.Table.from_pylist(rows), rows)
+
+
+def in_text(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    (folder / "in").mkdir()
+    rows = [{"text": prompt, "file": f"{key}.txt"} for key, prompt in zip(IDS, PROMPTS, strict=True)]
+    for row in rows:
+        (folder / "in" / row["file"]).write_text(row["text"], encoding="utf-8")
+    return Given(folder / "in", pa.Table.from_pylist(rows), rows, prompt="text", id="file")
+
+
 def arrow_parts(folder: Path) -> pa.Table:
     return pa.concat_tables(pa.ipc.open_file(path.read_bytes()).read_all() for path in sorted(folder.glob("part-*.arrow")))
 
@@ -101,14 +120,19 @@ def check_jsonl(folder: Path, given: Given) -> None:
 def check_openai_batch(folder: Path, given: Given) -> None:
     rows, failed = lines(folder), lines(folder, "errors-*.jsonl")
     bodies = [ChatCompletion.model_validate(row["response"]["body"], strict=True, by_alias=True) for row in rows]
-    assert [(row["custom_id"], body.choices[0].message.content) for row, body in zip(rows, bodies, strict=True)] == [
-        ("a", "two one"),
-        ("c", "three"),
-    ]
-    assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in failed] == [("b", None, "empty_prompt")]
+    one, two, three = given.table[given.id].to_pylist()
+    assert [row["custom_id"] for row in rows] == [one, three]
+    assert [body.choices[0].message.content for body in bodies] == ["two one", "three"]
+    assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in failed] == [(two, None, "empty_prompt")]
 
 
-READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Given]] = {"jsonl": in_jsonl, "parquet": in_parquet, "arrow": in_arrow}
+READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Given]] = {
+    "arrow": in_arrow,
+    "csv": in_csv,
+    "jsonl": in_jsonl,
+    "parquet": in_parquet,
+    "text": in_text,
+}
 WRITERS: Mapping[str, Callable[[Path, Given], None]] = {
     "arrow": check_table(arrow_parts),
     "parquet": check_table(parquet_parts),
@@ -119,8 +143,11 @@ WRITERS: Mapping[str, Callable[[Path, Given], None]] = {
 
 @pytest.mark.parametrize("writer", plugins.names("pipeline.writers"))
 @pytest.mark.parametrize("reader", plugins.names("pipeline.readers"))
-def test_values_and_types_come_out_as_they_went_in(run_job, tmp_path, every_type, reader: str, writer: str) -> None:
+def test_values_and_types_come_out_as_they_went_in(run_job, text_job, tmp_path, every_type, reader: str, writer: str) -> None:
+    assert reader in READERS, "say here how to make an input for this reader"
     given = READERS[reader](tmp_path, every_type)
-    summary = run_job(given.path, input={"format": reader, "rows_per_shard": 2}, output={"format": writer})
+    job = text_job(template=None if given.prompt == "prompt" else f"{{{{ {given.prompt} }}}}")
+    options = {"format": reader, "id_column": given.id, "rows_per_shard": 2}
+    summary = run_job(given.path, job=job, input=options, output={"format": writer})
     assert (summary.num_ok, summary.num_errors) == (2, 1)
     WRITERS[writer](tmp_path / "out", given)
