@@ -12,7 +12,9 @@ import pyarrow as pa
 import pytest
 from openai.types.chat import ChatCompletion
 
-from pipeline import TextJob
+from pipeline import OutputOptions, TextJob
+from pipeline.columns import OutputColumns
+from pipeline.writer import PartWriter
 
 PROMPTS = ["a b c", "", "one two", "x " * 5000, "tail"]
 
@@ -124,16 +126,24 @@ def test_a_prefix_changes_nothing(run_batch, tmp_path: Path) -> None:
         assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "prefixed" / name).read_bytes()
 
 
-def test_errors_of_a_part_that_was_never_finished_do_not_outlive_it(run_batch, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "errors-00000.jsonl").write_text("left by a crash between the errors and their part\n")
-    run_batch([{"prompt": "fine"}])
-    assert [path.name for path in (tmp_path / "out").glob("*-00000*")] == ["part-00000.jsonl"]
+def test_errors_of_a_part_that_was_never_finished_do_not_outlive_it(tmp_path: Path) -> None:
+    columns = OutputColumns(pa.schema({}), fields=(), prefix="", token_ids=False, logprobs=False)
+    writer = PartWriter(OutputOptions(path=str(tmp_path), format="openai_batch"), schema=columns.schema)
+    numbers = dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens"), 1)
+    done = {"row_id": "a", "row_key": "in:0", "status": "ok", "finish_reason": "stop", **numbers}
+    bad = {"row_id": "a", "row_key": "in:0", "status": "error", "error_code": "bad_row", "error_message": "odd"}
+    for row, names in ((bad, ["errors-00000.jsonl", "part-00000.jsonl.tmp"]), (done, ["part-00000.jsonl.tmp"])):
+        writer.write(tmp_path / "part-00000.jsonl.tmp", columns.table(pa.table({"row": [0]}).drop(["row"]), [[row]]))
+        assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+def test_starting_over_takes_the_errors_of_all_parts_away(run_batch, tmp_path: Path) -> None:
+    run_batch([{"prompt": ""}] * 3, input={"rows_per_shard": 1})
+    assert len(list((tmp_path / "out").glob("errors-0*"))) == 3
     run_batch([{"prompt": ""}], resume="force")
     assert [line["error"]["code"] for line in lines(tmp_path / "out" / "errors-00000.jsonl")] == ["empty_prompt"]
     assert (tmp_path / "out" / "part-00000.jsonl").read_bytes() == b""
-    run_batch([{"prompt": "fine"}], resume="force")
-    assert not (tmp_path / "out" / "errors-00000.jsonl").exists()
+    assert len(list((tmp_path / "out").glob("errors-0*"))) == 1
 
 
 def test_what_the_lines_leave_out_is_said(run_batch, text_job, caplog) -> None:
