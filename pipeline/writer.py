@@ -45,7 +45,7 @@ class OutputOptions:
     model: str | None = None
 
     def __post_init__(self) -> None:
-        for key, known in (("ipc", ("file", "stream")), ("compression", ("auto", "zstd", "lz4", "gzip", "none"))):
+        for key, known in (("ipc", ("file", "stream")), ("compression", ("zstd", "lz4", "gzip", "none", "auto"))):
             if getattr(self, key) not in known:
                 raise ValueError(f"output.{key}: {getattr(self, key)!r} is not one of {', '.join(known)}")
         if self.batch_bytes < 1:
