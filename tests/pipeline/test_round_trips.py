@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,13 +21,15 @@ ANSWERS = ["two one", None, "three"]  # nothing can be asked with an empty promp
 
 
 class Given(NamedTuple):
-    """An input: where it is, the table that it holds, the same rows in JSON, and the columns that say a row's prompt and its id."""
+    """An input: where it is, the table that it holds, the same rows in JSON, the columns that say a row's prompt and its id, and the
+    answers to expect."""
 
     path: Path
     table: pa.Table
     json: list[dict[str, Any]]
     prompt: str = "prompt"
     id: str = "id"
+    answers: Sequence[str | None] = ANSWERS
 
 
 def arrow_table(every_type: Mapping[str, Any]) -> tuple[pa.Table, list[dict[str, Any]]]:
@@ -76,6 +78,45 @@ def in_csv(folder: Path, every_type: Mapping[str, Any]) -> Given:
     return Given(folder / "in.csv", pa.Table.from_pylist(rows), rows)
 
 
+def in_hf(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    names = (
+        "flag",
+        "int64",
+        "uint64",
+        "float32",
+        "text",
+        "large_text",
+        "binary",
+        "decimal",
+        "date",
+        "moment_zone",
+        "duration",
+        "list",
+        "struct",
+        "turns",
+    )
+    table, rows = arrow_table({name: every_type[name] for name in names})
+    pq.write_table(table, folder / "in.parquet")
+    return Given(folder / "in.parquet", table, rows)
+
+
+def in_openai_batch(folder: Path, every_type: Mapping[str, Any]) -> Given:
+    asked = [[{"role": "user", "content": prompt}] if prompt else [] for prompt in PROMPTS]
+    bodies = [{"model": "any", "messages": messages, "max_tokens": 5} for messages in asked]
+    lines = [
+        {"custom_id": key, "method": "POST", "url": "/v1/chat/completions", "body": body} for key, body in zip(IDS, bodies, strict=True)
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    turns = pa.list_(pa.struct({"role": pa.string(), "content": pa.string()}))
+    schema = pa.schema([("id", pa.string()), ("model", pa.string()), ("messages", turns)])
+    for name in ("tools", "response_format", "sampling_params"):
+        schema = schema.append(pa.field(name, pa.string()))
+    given = {"model": "any", "tools": None, "response_format": None, "sampling_params": '{"max_tokens": 5}'}
+    rows = [{"id": key, "messages": messages, **given} for key, messages in zip(IDS, asked, strict=True)]
+    answers = [f" {word}\n[assistant] {rest}[user]" for word, rest in (("two", "one "), ("three", ""))]
+    return Given(folder / "in.jsonl", pa.Table.from_pylist(rows, schema=schema), rows, answers=[answers[0], None, answers[1]])
+
+
 def in_text(folder: Path, every_type: Mapping[str, Any]) -> Given:
     (folder / "in").mkdir()
     rows = [{"text": prompt, "file": f"{key}.txt"} for key, prompt in zip(IDS, PROMPTS, strict=True)]
@@ -105,7 +146,7 @@ def check_table(read: Callable[[Path], pa.Table]) -> Callable[[Path, Given], Non
         )
         for name in given.table.column_names:
             assert repr(carried[name].to_pylist()) == repr(given.table[name].to_pylist()), name
-        assert table["generation"].to_pylist() == ANSWERS
+        assert table["generation"].to_pylist() == given.answers
 
     return check
 
@@ -114,7 +155,7 @@ def check_jsonl(folder: Path, given: Given) -> None:
     rows = lines(folder)
     assert [{name: row[name] for name in given.table.column_names} for row in rows] == given.json
     assert [list(row)[: len(given.json[0])] for row in rows] == [given.table.column_names] * len(rows)
-    assert [row["generation"] for row in rows] == ANSWERS
+    assert [row["generation"] for row in rows] == given.answers
 
 
 def check_openai_batch(folder: Path, given: Given) -> None:
@@ -122,14 +163,16 @@ def check_openai_batch(folder: Path, given: Given) -> None:
     bodies = [ChatCompletion.model_validate(row["response"]["body"], strict=True, by_alias=True) for row in rows]
     one, two, three = given.table[given.id].to_pylist()
     assert [row["custom_id"] for row in rows] == [one, three]
-    assert [body.choices[0].message.content for body in bodies] == ["two one", "three"]
+    assert [body.choices[0].message.content for body in bodies] == [given.answers[0], given.answers[2]]
     assert [(row["custom_id"], row["response"], row["error"]["code"]) for row in failed] == [(two, None, "empty_prompt")]
 
 
 READERS: Mapping[str, Callable[[Path, Mapping[str, Any]], Given]] = {
     "arrow": in_arrow,
     "csv": in_csv,
+    "hf": in_hf,
     "jsonl": in_jsonl,
+    "openai_batch": in_openai_batch,
     "parquet": in_parquet,
     "text": in_text,
 }
