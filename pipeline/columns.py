@@ -127,7 +127,7 @@ def num_bytes(table: pa.Table) -> int:
 
 
 def repeated(table: pa.Table, counts: Sequence[int], *, max_bytes: int = _MAX_TAKE_BYTES) -> Iterator[pa.Table]:
-    """``table`` with row ``i`` ``counts[i]`` times, in pieces of ``max_bytes`` at most, or one row."""
+    """``table`` with row ``i`` ``counts[i]`` times, in pieces with ``max_bytes`` of values at most, or one row."""
     most = max(counts)
     if num_bytes(table) * most <= max_bytes:
         indices = [index for index, count in enumerate(counts) for _ in range(count)]
