@@ -1,31 +1,31 @@
-"""What a reader is, and which files an input path names.
+"""What a reader is: asked once for the columns and shards of an input, and then for rows, shard by shard.
 
 Knows no file format: a format is one module in ``pipeline/readers``, found by its file name.
 """
 
 from __future__ import annotations
 
-import glob
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, cast
 
 import pyarrow as pa
 
 from engine import plugins
+from pipeline.input_files import InputFile, find_files
 from pipeline.types import Shard, ShardRows
 
 # A shard ends before it holds more than this many bytes of input, so that a few open shards always fit in memory.
 SHARD_BYTES = 64 * 2**20
+_ROWS_LOOKED_AT = 1000  # for the names of the columns that are there, where one that was asked for is not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputOptions:
     """Where rows come from.
 
-    ``format`` is a module of ``pipeline/readers``; ``path`` a file, a folder or a glob. ``columns`` reads only those
-    (default: all). ``id_column`` labels the rows (default: ``id``, else ``custom_id``, else the row key).
+    ``format`` is a module of ``pipeline/readers``; ``path`` a file, a folder or a glob, here or behind a URL. ``columns``
+    reads only those (default: all). ``id_column`` labels the rows (default: ``id``, else ``custom_id``, else the row key).
     """
 
     format: str
@@ -39,11 +39,35 @@ class InputOptions:
             raise ValueError(f"input.rows_per_shard: {self.rows_per_shard} must be 1 or more")
 
 
-class InputFile(NamedTuple):
-    """A file of the input: ``name`` is relative to ``input.path``'s folder, with slashes, and begins its row keys."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scan:
+    """What a format is asked to look through.
 
-    path: Path
-    name: str
+    ``columns`` are kept and carried (None: all); ``prompt_columns`` are those that a prompt can come from; ``limit`` is
+    the most rows. ``known`` are the shards of earlier runs: rows are cut there again, so that what was appended since
+    begins a shard of its own. Whether a known shard's content is the same is told by its digest and is the ledger's to see.
+    """
+
+    path: str
+    columns: Sequence[str] | None
+    prompt_columns: Sequence[str]
+    rows_per_shard: int
+    limit: int | None
+    known: Sequence[Shard] = ()
+    output_path: str | None = None
+    _known_rows: Mapping[tuple[str, int], int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        known_rows = {(shard.file, shard.first_row): shard.num_rows for shard in self.known}
+        object.__setattr__(self, "_known_rows", known_rows)
+
+    def files(self, suffixes: Sequence[str]) -> list[InputFile]:
+        """See ``find_files``."""
+        return find_files(self.path, suffixes=suffixes, output_path=self.output_path)
+
+    def known_rows(self, file: str, *, first_row: int) -> int | None:
+        """How many rows the known shard of ``file`` that begins at ``first_row`` has; None where there is none."""
+        return self._known_rows.get((file, first_row))
 
 
 class Reader(Protocol):
@@ -70,20 +94,10 @@ class Reader(Protocol):
 
 
 class Format(Protocol):
-    """A module in ``pipeline/readers``. ``SUFFIXES`` are the endings of the files that it takes from a folder."""
+    """A module in ``pipeline/readers``."""
 
-    SUFFIXES: tuple[str, ...]
-
-    def scan(
-        self,
-        files: Sequence[InputFile],
-        *,
-        rows_per_shard: int,
-        columns: Sequence[str] | None,
-        prompt_columns: Sequence[str],
-        limit: int | None,
-    ) -> Reader:
-        """Look through ``files`` for columns and shards, ``limit`` rows at most.
+    def scan(self, asked: Scan) -> Reader:
+        """Find the input and look through it for columns and shards.
 
         Raises:
             ValueError: a file is no such format, or has none of ``prompt_columns`` while others do; the message names it.
@@ -91,8 +105,15 @@ class Format(Protocol):
         ...
 
 
-def open_reader(options: InputOptions, *, prompt_columns: Sequence[str], limit: int | None) -> Reader:
-    """Find the files and look through them.
+def open_reader(
+    options: InputOptions,
+    *,
+    prompt_columns: Sequence[str],
+    limit: int | None,
+    known: Sequence[Shard] = (),
+    output_path: str | None = None,
+) -> Reader:
+    """Find the files and look through them; ``known`` and ``output_path`` are explained at ``Scan`` and ``find_files``.
 
     Raises:
         ValueError: nothing there, no rows, or files that cannot be read; the message names the key or the file.
@@ -100,52 +121,22 @@ def open_reader(options: InputOptions, *, prompt_columns: Sequence[str], limit: 
     if limit is not None and limit < 1:
         raise ValueError(f"limit: {limit} must be 1 or more")
     module = cast(Format, plugins.load("pipeline.readers", options.format, key="input"))
-    reader = module.scan(
-        find_files(options.path, suffixes=module.SUFFIXES),
-        rows_per_shard=options.rows_per_shard,
+    asked = Scan(
+        path=options.path,
         columns=options.columns,
         prompt_columns=prompt_columns,
+        rows_per_shard=options.rows_per_shard,
         limit=limit,
+        known=known,
+        output_path=output_path,
     )
+    reader = module.scan(asked)
     if not reader.shards:
         raise ValueError(f"input.path: {options.path!r} has no rows")
     for key, wanted in (("input.columns", options.columns or ()), ("input.id_column", filter(None, [options.id_column]))):
         missing = sorted(set(wanted) - set(reader.schema.names))
         if missing:
-            raise ValueError(f"{key}: the input has no column {missing[0]!r}; it has {', '.join(map(repr, reader.schema.names))}")
+            there = module.scan(replace(asked, columns=None, limit=min(limit or _ROWS_LOOKED_AT, _ROWS_LOOKED_AT))).schema.names
+            reason = "input.columns leaves out" if missing[0] in there else "the input has no column"
+            raise ValueError(f"{key}: {reason} {missing[0]!r}; it has {', '.join(map(repr, there))}")
     return reader
-
-
-def find_files(path: str, *, suffixes: Sequence[str]) -> list[InputFile]:
-    """The files that ``path`` names, sorted by name.
-
-    A file is taken whatever its ending; a folder gives every file below it with one of ``suffixes``, but none whose
-    name or folder starts with ``_`` or ``.``; a glob gives the files that match.
-
-    Raises:
-        ValueError: there is no such file; the message names ``input.path``.
-    """
-    place = Path(path)
-    if place.is_file():
-        return [InputFile(place, place.name)]
-    if place.is_dir():
-        names = (file.relative_to(place) for file in place.rglob("*") if file.is_file())
-        found = [name for name in names if name.name.endswith(tuple(suffixes)) and not any(part[0] in "._" for part in name.parts)]
-        if not found:
-            raise ValueError(f"input.path: the folder {path!r} has no file that ends in {', '.join(suffixes)}")
-        return sorted((InputFile(place / name, name.as_posix()) for name in found), key=lambda file: file.name)
-    if not glob.has_magic(path):
-        raise ValueError(f"input.path: there is no file or folder {path!r}")
-    base = Path(*_without_magic(place.parts))
-    matches = {Path(match) for match in glob.glob(path, recursive=True) if Path(match).is_file()}  # two ** find a file twice
-    if not matches:
-        raise ValueError(f"input.path: no file matches {path!r}")
-    return sorted((InputFile(match, match.relative_to(base).as_posix()) for match in matches), key=lambda file: file.name)
-
-
-def _without_magic(parts: Sequence[str]) -> Iterator[str]:
-    """The leading folders of a glob that are plain names."""
-    for part in parts[:-1]:
-        if glob.has_magic(part):
-            return
-        yield part

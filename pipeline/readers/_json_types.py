@@ -51,7 +51,9 @@ class JsonType:
                 self.item.add(item)
         elif kind is dict and len(self.fields) <= _MAX_KEYS:
             for key, item in value.items():
-                self.fields.setdefault(key, JsonType(depth=self.depth + 1)).add(item)
+                if (field := self.fields.get(key)) is None:
+                    field = self.fields[key] = JsonType(depth=self.depth + 1)
+                field.add(item)
 
     def arrow(self) -> pa.DataType:
         """The Arrow type that holds everything seen, by the rule above."""

@@ -111,6 +111,8 @@ def test_a_line_of_megabytes_is_a_row(tmp_path: Path) -> None:
         (b'{"prompt": ' + b'{"a": [' * 70 + b"]}" * 70 + b"}", "nested more than 128 deep"),
         (b'{"prompt": "half \\ud83d pair"}', "surrogate"),
         (b'{"\\udc00": 1, "prompt": "x"}', "surrogate"),
+        (b'{"a\\u0000b": 1, "prompt": "x"}', "a key has a NUL"),
+        (b'{"prompt": [{"\\u0000": 1}]}', "a key has a NUL"),
     ],
 )
 def test_a_line_that_is_no_object_is_an_error_row_with_its_line_number(tmp_path: Path, line: bytes, words: str) -> None:
@@ -205,9 +207,10 @@ def test_a_repeated_key_counts_with_its_last_value_and_keys_may_differ(tmp_path:
     assert table.to_pylist() == [{"prompt": "second", "link": None}, {"prompt": "b", "link": "x"}]
 
 
+KEYS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=2)
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
     max_leaves=6,
 )
 
@@ -251,7 +254,7 @@ def test_any_shards_can_be_read_alone(tmp_path: Path, compress: Any) -> None:
 
 
 def test_a_shard_is_cut_by_bytes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.readers.jsonl.SHARD_BYTES", 100)
+    monkeypatch.setattr("pipeline.readers._text_rows.SHARD_BYTES", 100)
     sizes = [10, 10, 10, 300, 10, 60, 60]
     path = written(tmp_path, b"".join(b'{"prompt": "%s"}\n' % (b"x" * size) for size in sizes))
     reader = opened(path)
@@ -276,6 +279,48 @@ def test_the_digest_tells_changed_content(tmp_path: Path) -> None:
     assert before[1] != after[1]
 
 
+def test_a_damaged_middle_is_refused_by_name(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(b"".join(b'{"prompt": "%d"}\n' % (i * i) for i in range(5000))))
+    packed[len(packed) // 2] ^= 0xFF
+    with pytest.raises(ValueError, match=r"in\.jsonl: cannot be read"):
+        opened(written(tmp_path, bytes(packed)))
+
+
+def grown(before: bytes, after: bytes, folder: Path, **options: Any) -> tuple[Reader, Reader]:
+    first = opened(written(folder, before), **options)
+    reader = open_reader(
+        InputOptions(format="jsonl", path=str(written(folder, after)), **options), prompt_columns=["prompt"], limit=None, known=first.shards
+    )
+    return first, reader
+
+
+@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n\n \n"], ids=["no last newline", "newline", "blank lines"])
+def test_appended_rows_begin_a_shard_of_their_own(tmp_path: Path, end: bytes) -> None:
+    row = b'{"prompt": "a"}'
+    first, second = grown(
+        b"\n".join([row] * 10) + end, b"\n".join([row] * 10) + b"\r\n\n \n" + b"\n".join([row] * 7), tmp_path, rows_per_shard=4
+    )
+    assert [shard.num_rows for shard in first.shards] == [4, 4, 2]
+    assert list(second.shards[:3]) == list(first.shards)
+    assert [(shard.first_row, shard.num_rows) for shard in second.shards[3:]] == [(10, 4), (14, 3)]
+    assert read(second)[0].num_rows == 17
+
+
+def test_a_larger_limit_goes_on_behind_the_rows_of_a_smaller_one(tmp_path: Path) -> None:
+    path = written(tmp_path, b'{"prompt": "a"}\n' * 20)
+    first = opened(path, rows_per_shard=8, limit=11)
+    options = InputOptions(format="jsonl", path=str(path), rows_per_shard=8)
+    second = open_reader(options, prompt_columns=["prompt"], limit=None, known=first.shards)
+    assert [shard.num_rows for shard in second.shards] == [8, 3, 8, 1]
+    assert list(second.shards[:2]) == list(first.shards)
+
+
+def test_a_known_shard_whose_rows_changed_keeps_its_place_and_shows_another_digest(tmp_path: Path) -> None:
+    first, second = grown(b'{"prompt": "a"}\n' * 6, b'{"prompt": "a"}\n' * 3 + b'{"prompt": "b"}\n' * 5, tmp_path, rows_per_shard=4)
+    assert [(shard.first_row, shard.num_rows) for shard in second.shards] == [(0, 4), (4, 2), (6, 2)]
+    assert [before == after for before, after in zip(first.shards, second.shards, strict=False)] == [False, False]
+
+
 def test_only_the_chosen_columns_are_read(tmp_path: Path) -> None:
     table, records = read(opened(written(tmp_path, PLAIN), columns=("prompt",)))
     assert table.column_names == ["prompt"]
@@ -291,3 +336,11 @@ def test_a_file_that_changes_while_it_is_read_is_named(tmp_path: Path, data: byt
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"in\.jsonl: the file changed"):
         list(reader.read([reader.shards[0], reader.shards[1], reader.shards[3]]))
+
+
+def test_a_change_of_one_value_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    path = written(tmp_path, PLAIN)
+    reader = opened(path)
+    path.write_bytes(PLAIN.replace(b'"a"', b'"b"'))
+    with pytest.raises(ValueError, match=r"in\.jsonl: the file changed"):
+        list(reader.read(reader.shards))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from pipeline.reader import InputOptions, Reader, open_reader
+from pipeline.types import RowError
 
 
 def opened(path: Path, *, limit: int | None = None, **options: Any) -> Reader:
@@ -131,8 +133,101 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path, data: bytes) -> None
         opened(tmp_path / "in.parquet")
 
 
+def damaged_texts(*texts: bytes) -> pa.Array:
+    """A string array that no writer should have made."""
+    offsets = pa.array([0, *itertools.accumulate(map(len, texts))], pa.int32())
+    return pa.Array.from_buffers(pa.string(), len(texts), [None, offsets.buffers()[1], pa.py_buffer(b"".join(texts))])
+
+
+@pytest.mark.parametrize("wrapped", ["plain", "messages"])
+def test_text_that_is_no_utf8_makes_one_error_row(tmp_path: Path, wrapped: str) -> None:
+    column: pa.Array = damaged_texts(b"ok", b"\xff!", "ä".encode())
+    if wrapped == "messages":
+        column = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), pa.StructArray.from_arrays([column], ["content"]))
+    pq.write_table(pa.table({"id": [1, 2, 3], "messages": column}), tmp_path / "in.parquet")
+    (rows,) = opened(tmp_path / "in.parquet").read(opened(tmp_path / "in.parquet").shards)
+    errors = [record.error for record in rows.records]
+    assert [error.code if error else None for error in errors] == [None, "bad_row", None]
+    assert "messages" in errors[1].message
+    rows.table.validate(full=True)
+    texts = [value[0]["content"] if wrapped == "messages" else value for value in rows.table["messages"].to_pylist()]
+    assert texts == ["ok", "\ufffd!", "ä"]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("ms"), pa.timestamp("us", tz="UTC"), pa.date32(), pa.timestamp("us", tz="No/Where")])
+def test_a_time_that_python_has_not_is_carried_and_a_row_error_when_it_is_asked_for(tmp_path: Path, kind: pa.DataType) -> None:
+    late = pa.array([2**31 - 1], pa.int32()) if kind == pa.date32() else pa.array([2**60])
+    pq.write_table(pa.table({"id": late.view(kind), "prompt": ["a"]}), tmp_path / "in.parquet")
+    (rows,) = opened(tmp_path / "in.parquet").read(opened(tmp_path / "in.parquet").shards)
+    (record,) = rows.records
+    with pytest.raises(RowError, match=r"id: the (timestamp|date32)") as caught:
+        record.columns.get("id")
+    assert caught.value.code == "bad_row"
+    assert record.columns["prompt"] == "a"
+    assert rows.table["id"].equals(pq.read_table(tmp_path / "in.parquet")["id"])
+
+
+def test_a_rewritten_file_of_equal_footer_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    footers = []
+    shards = []
+    for middle in ("b", "c"):
+        pq.write_table(pa.table({"prompt": ["a", middle, "b", "z"]}), path, compression="none", use_dictionary=False)
+        data = path.read_bytes()
+        footers.append((len(data), data[-8 - int.from_bytes(data[-8:-4], "little") :]))
+        shards.append(opened(path).shards[0])
+    assert footers[0] == footers[1], "size and statistics tell nothing here"
+    assert shards[0] != shards[1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    group=st.integers(1, 60), compression=st.sampled_from(["none", "snappy", "zstd"]), dictionary=st.booleans(), page=st.integers(100, 300)
+)
+def test_the_digest_does_not_depend_on_how_the_file_is_laid_out(
+    tmp_path_factory: pytest.TempPathFactory, group: int, compression: str, dictionary: bool, page: int
+) -> None:
+    folder = tmp_path_factory.mktemp("layout")
+    table = pa.table(
+        {
+            "prompt": [None if i % 7 == 0 else f"row {i % 11}" for i in range(50)],
+            "messages": [None if i % 5 == 0 else [{"role": "user", "content": None if i % 3 else "x"}] * (i % 4) for i in range(50)],
+            "flag": [None if i % 2 else i % 3 == 0 for i in range(50)],
+            "map": pa.array([None if i % 6 == 0 else [(f"k{i}", i)] * (i % 3) for i in range(50)], pa.map_(pa.string(), pa.int32())),
+            "fixed": pa.array([None if i % 4 == 0 else [1.0, i] for i in range(50)], pa.list_(pa.float32(), 2)),
+        }
+    )
+    pq.write_table(table, folder / "in.parquet")
+    before = opened(folder / "in.parquet", rows_per_shard=9).shards
+    pq.write_table(
+        table, folder / "in.parquet", row_group_size=group, compression=compression, use_dictionary=dictionary, data_page_size=page
+    )
+    assert opened(folder / "in.parquet", rows_per_shard=9).shards == before
+
+
+def test_folders_of_key_and_value_are_columns(tmp_path: Path) -> None:
+    for folder, text in (("lang=en/year=2024", "a"), ("lang=de%20AT/year=7", "b"), ("lang=__HIVE_DEFAULT_PARTITION__/year=8", "c")):
+        (tmp_path / folder).mkdir(parents=True)
+        pq.write_table(pa.table({"prompt": [text, text]}), tmp_path / folder / "x.parquet")
+    reader = opened(tmp_path)
+    assert reader.schema == pa.schema({"prompt": pa.string(), "lang": pa.string(), "year": pa.int64()})
+    found = {row["prompt"]: (row["lang"], row["year"]) for row in read(reader).to_pylist()}
+    assert found == {"a": ("en", 2024), "b": ("de AT", 7), "c": (None, 8)}
+    assert opened(tmp_path, columns=("prompt", "year")).schema.names == ["prompt", "year"]
+    pq.write_table(pa.table({"prompt": ["d"], "year": ["in the file"]}), tmp_path / "lang=en" / "year=2024" / "x.parquet")
+    only = opened(tmp_path / "lang=en")
+    assert read(only)["year"].to_pylist() == ["in the file"], "a file's own column goes before the folder's"
+
+
+def test_a_folder_value_with_leading_zeros_is_text(tmp_path: Path) -> None:
+    for folder in ("batch=007", "batch=8"):
+        (tmp_path / folder).mkdir()
+        pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / folder / "x.parquet")
+    assert read(opened(tmp_path))["batch"].to_pylist() == ["007", "8"]
+
+
 def test_wide_rows_make_smaller_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.readers.parquet.SHARD_BYTES", 10_000)
+    monkeypatch.setattr("pipeline.readers._table_rows.SHARD_BYTES", 10_000)
     texts = [str(i) * 1000 for i in range(100)]
     pq.write_table(pa.table({"prompt": texts}), tmp_path / "in.parquet", use_dictionary=False)
     reader = opened(tmp_path / "in.parquet")
@@ -156,6 +251,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "in.parquet"
     pq.write_table(pa.table({"prompt": ["a"] * 100}), path)
     reader = opened(path, rows_per_shard=10)
-    pq.write_table(pa.table({"prompt": ["a"] * 50}), path)
-    with pytest.raises(ValueError, match=r"in\.parquet: the file changed"):
-        list(reader.read(reader.shards[5:]))
+    for texts in (["a"] * 50, ["a"] * 60 + ["b"] * 40):
+        pq.write_table(pa.table({"prompt": texts}), path)
+        with pytest.raises(ValueError, match=r"in\.parquet: the file changed"):
+            list(reader.read(reader.shards[5:]))

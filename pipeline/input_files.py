@@ -1,0 +1,134 @@
+"""Which files an input path names, here or behind a URL, and how one is opened.
+
+Knows places and names, not what is in a file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, cast
+
+import fsspec
+from fsspec.core import has_magic, url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+
+_BUFFER_BYTES = 1 << 20
+# What a run writes into its output folder; see ``pipeline.ledger``.
+_OUTPUT_NAME = re.compile(r"(part-\d{5}\..+|errors\.jsonl|(metrics|report)\.\w+|README\.md)$")
+
+
+@dataclass(frozen=True, slots=True)
+class InputFile:
+    """A file of the input.
+
+    ``name`` is relative to ``input.path``'s folder, with slashes, and begins its row keys; ``path`` is what
+    ``filesystem`` calls it. As text it is the path, or the URL where it is not on this machine.
+    """
+
+    filesystem: fsspec.AbstractFileSystem
+    path: str
+    name: str
+
+    @property
+    def is_local(self) -> bool:
+        return isinstance(self.filesystem, LocalFileSystem)
+
+    def open(self) -> BinaryIO:
+        """Its bytes, buffered; raises OSError where it cannot be opened."""
+        if self.is_local:
+            return open(self.path, "rb", buffering=_BUFFER_BYTES)
+        return io.BufferedReader(cast(io.RawIOBase, self.filesystem.open(self.path, "rb")), _BUFFER_BYTES)
+
+    def __str__(self) -> str:
+        return self.path if self.is_local else str(self.filesystem.unstrip_protocol(self.path))
+
+
+def find_files(path: str, *, suffixes: Sequence[str], output_path: str | None = None) -> list[InputFile]:
+    """The files that ``path`` names, sorted by name; ``path`` is a local path or any URL that fsspec knows.
+
+    A file is taken whatever its ending; a folder gives every file below it with one of ``suffixes``, but none whose
+    name or folder starts with ``_`` or ``.``; a glob gives the files that match, as in a shell. Links to folders are not followed.
+    What an earlier run wrote into ``output_path`` is no input of the next one.
+
+    Raises:
+        ValueError: there is no such file, its place cannot be asked, or a file that no run wrote lies in
+            ``output_path``; the message names the key.
+    """
+    filesystem, place = _place(path)
+    try:
+        filesystem.invalidate_cache()  # what another run of this process saw may have changed
+        single = filesystem.isfile(place)
+        files = [InputFile(filesystem, place, place.rsplit("/", 1)[-1])] if single else _found(filesystem, place, suffixes=suffixes)
+    except OSError as error:
+        raise ValueError(f"input.path: {path!r} cannot be listed: {error}") from error
+    if not files:
+        raise ValueError(f"input.path: no file is there or matches: {path!r} (a folder's files must end in {', '.join(suffixes)})")
+    if output_path is not None and not single:
+        files = list(_without_output(files, output_path, path=path))
+    return sorted(files, key=lambda file: file.name)
+
+
+def _place(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    try:
+        filesystem, place = url_to_fs(path)
+    except ImportError as error:  # fsspec's message names the package
+        raise ValueError(f"input.path: {path!r} needs a package that is not installed: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"input.path: {path!r}: {error}") from error
+    return filesystem, place
+
+
+def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Sequence[str]) -> list[InputFile]:
+    skipped: tuple[str, ...]
+    endings: tuple[str, ...]
+    if filesystem.isdir(place):
+        root, skipped, endings = place.rstrip("/"), ("_", "."), tuple(suffixes)
+        entries = filesystem.find(place, detail=True)
+    elif has_magic(place):
+        root, skipped, endings = "/".join(_without_magic(place.split("/"))), (".",), ("",)
+        if "/." in place[len(root) :]:  # as in a shell, a dot matches where it is written only
+            skipped = ()
+        entries = filesystem.glob(place, detail=True)
+    else:
+        return []
+    files = []
+    for each, entry in entries.items():
+        name = each[len(root) :].lstrip("/")
+        if not name.endswith(endings) or any(part.startswith(skipped) for part in name.split("/")):
+            continue
+        if entry["type"] == "file" or (entry["type"] != "directory" and filesystem.isfile(each)):
+            files.append(InputFile(filesystem, each, name))
+    return files
+
+
+def _without_magic(parts: Sequence[str]) -> Iterator[str]:
+    """The leading folders of a glob that are plain names."""
+    for part in parts[:-1]:
+        if has_magic(part):
+            return
+        yield part
+
+
+def _without_output(files: Iterable[InputFile], output_path: str, *, path: str) -> Iterator[InputFile]:
+    folder = _resolved(output_path).rstrip("/") + "/"
+    found = False
+    for file in files:
+        place = _resolved(str(file))
+        if not place.startswith(folder):
+            found = True
+            yield file
+        elif not _OUTPUT_NAME.match(place.removeprefix(folder)):
+            raise ValueError(
+                f"output.path: {output_path!r} holds {file}, which input.path={path!r} names, so input and output would mix; "
+                "choose another folder for the output"
+            )
+    if not found:
+        raise ValueError(f"input.path: {path!r} names only files that a run wrote into output.path")
+
+
+def _resolved(path: str) -> str:
+    return path if "://" in path else os.path.realpath(path)

@@ -1,0 +1,107 @@
+"""Which files an input path names, here and behind URLs, and what they are called in row keys."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pipeline.input_files import find_files
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b.jsonl", "a.jsonl.gz", "sub/c.jsonl", "_SUCCESS", ".hidden.jsonl", "_tmp/x.jsonl", "notes.txt", "sub/[x].jsonl"):
+        path = tmp_path / "in" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    return tmp_path / "in"
+
+
+def names(path: Path | str, **options: str) -> list[str]:
+    files = find_files(str(path), suffixes=(".jsonl", ".jsonl.gz"), **options)
+    for file in files:
+        with file.open() as stream:
+            assert stream.read().decode().endswith(file.name), "it is the file of that name"
+    return [file.name for file in files]
+
+
+def test_files_folders_and_globs(tree: Path) -> None:
+    assert names(tree / "notes.txt") == ["notes.txt"]
+    assert names(tree) == ["a.jsonl.gz", "b.jsonl", "sub/[x].jsonl", "sub/c.jsonl"]
+    assert names(f"{tree}/") == names(tree)
+    assert names(tree / "*.jsonl") == ["b.jsonl"]
+    assert names(tree / ".*.jsonl") == [".hidden.jsonl"]
+    assert names(tree / "*" / "c.jsonl") == ["sub/c.jsonl"]
+    assert names(tree / "**" / "[bc].jsonl") == ["b.jsonl", "sub/c.jsonl"]
+    assert names(tree / "**" / "**" / "[bc].jsonl") == ["b.jsonl", "sub/c.jsonl"]
+    assert names(tree / "sub" / "[x].jsonl") == ["[x].jsonl"], "a file that is there is no glob"
+
+
+def test_relative_paths_and_globs(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree)
+    assert names("b.jsonl") == ["b.jsonl"]
+    assert names("*.jsonl") == ["b.jsonl"]
+    assert names("./sub") == ["[x].jsonl", "c.jsonl"]
+
+
+def test_links_to_files_count_and_links_to_folders_do_not(tree: Path) -> None:
+    (tree / "sub" / "up").symlink_to(tree)
+    (tree / "sub" / "link.jsonl").symlink_to(tree / "b.jsonl")
+    found = find_files(str(tree / "sub"), suffixes=(".jsonl",))
+    assert [file.name for file in found] == ["[x].jsonl", "c.jsonl", "link.jsonl"]
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "missing/*.jsonl", "*.parquet", "empty"])
+def test_a_path_that_names_nothing_is_refused(tree: Path, path: str) -> None:
+    (tree / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"input\.path: "):
+        names(tree / path)
+
+
+@pytest.mark.parametrize("scheme", ["memory://", "file://"])
+def test_urls_name_the_same_files_as_paths(tree: Path, scheme: str) -> None:
+    root = f"{scheme}{tree}" if scheme == "file://" else f"memory://{tree.parent.name}/in"
+    filesystem, place = fsspec.url_to_fs(root)
+    if scheme == "memory://":
+        for path in tree.rglob("*"):
+            if path.is_file():
+                filesystem.pipe(f"{place}/{path.relative_to(tree).as_posix()}", path.read_bytes())
+    assert names(root) == names(tree)
+    assert names(f"{root}/**/[bc].jsonl") == ["b.jsonl", "sub/c.jsonl"]
+    (found,) = find_files(f"{root}/b.jsonl", suffixes=(".jsonl",))
+    assert str(found).endswith("/in/b.jsonl")
+    with pytest.raises(ValueError, match=r"input\.path: no file is there"):
+        names(f"{root}/missing.jsonl")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+def test_a_url_whose_package_is_missing_names_it() -> None:
+    with pytest.raises(ValueError, match=r"input\.path: 's3://bucket/in' needs a package that is not installed: .*s3fs"):
+        names("s3://bucket/in")
+
+
+def test_a_url_of_no_known_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"input\.path: 'nowhere://x': .*nowhere"):
+        names("nowhere://x")
+
+
+def test_what_a_run_wrote_is_no_input(tree: Path) -> None:
+    before = names(tree)
+    for name in ("errors.jsonl", "part-00000.jsonl", "part-00001.jsonl"):
+        (tree / "out" / name).parent.mkdir(exist_ok=True)
+        (tree / "out" / name).write_text(f"out/{name}")
+    assert names(tree, output_path=str(tree / "out")) == before
+    assert names(f"{tree}/**/*.jsonl", output_path=str(tree / "out")) == ["_tmp/x.jsonl", "b.jsonl", "sub/[x].jsonl", "sub/c.jsonl"]
+    assert names(tree / "out", output_path=str(tree / "other")) == ["errors.jsonl", "part-00000.jsonl", "part-00001.jsonl"]
+    with pytest.raises(ValueError, match="only files that a run wrote"):
+        names(tree / "out", output_path=str(tree / "out"))
+
+
+@pytest.mark.parametrize(("path", "output"), [("", ""), ("*.jsonl", "."), ("", "sub"), ("**/*.jsonl", "sub/")])
+def test_an_output_folder_with_input_in_it_is_refused(tree: Path, path: str, output: str) -> None:
+    with pytest.raises(ValueError, match=r"output\.path: .* so input and output would mix"):
+        names(tree / path, output_path=str(tree / output))
+    assert names(tree / "b.jsonl", output_path=str(tree)) == ["b.jsonl"], "a file that is named is meant"
