@@ -44,8 +44,8 @@ class Record:
     """One input row.
 
     ``row_key`` is "<input file, relative>:<row in file>", rows counted from 0. ``index`` counts inside the shard.
-    ``columns`` has every column of the input's schema, None where the row lacks it. A row that could not be read
-    has ``error`` and all columns None.
+    ``columns`` has every column of the input's schema, None where the row lacks it; getting one may raise RowError. A row
+    that could not be read has ``error``, and in ``columns`` what is left of it.
     """
 
     row_key: str
@@ -58,9 +58,9 @@ class Record:
 class Shard:
     """A unit of input: ``num_rows`` rows of one file from ``first_row`` on.
 
-    ``start`` and ``stop`` bound it in the reader's own units: bytes of the decompressed text for JSONL, rows for
-    Parquet. ``first_line`` is the line of ``start``, counted from 1 (0 where the format has no lines). ``digest`` is a
-    sha256 that changes when the range's content does.
+    ``start`` and ``stop`` bound it in the reader's own units: bytes of the decompressed text, from the first row's first to
+    the last row's last, or rows of a table. ``first_line`` is the line of ``start``, counted from 1 (0 where there are no
+    lines). ``digest`` is a sha256 that changes when a value of the range does.
     """
 
     file: str
