@@ -5,15 +5,16 @@ Knows places and names, not what is in a file.
 
 from __future__ import annotations
 
+import glob
 import io
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO
 
 import fsspec
-from fsspec.core import has_magic, url_to_fs
+from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 _BUFFER_BYTES = 1 << 20
@@ -41,10 +42,46 @@ class InputFile:
         """Its bytes, buffered; raises OSError where it cannot be opened."""
         if self.is_local:
             return open(self.path, "rb", buffering=_BUFFER_BYTES)
-        return io.BufferedReader(cast(io.RawIOBase, self.filesystem.open(self.path, "rb")), _BUFFER_BYTES)
+        return io.BufferedReader(_RemoteStream(self.filesystem, self.path), _BUFFER_BYTES)
 
     def __str__(self) -> str:
         return self.path if self.is_local else str(self.filesystem.unstrip_protocol(self.path))
+
+
+class _RemoteStream(io.RawIOBase):
+    """A file behind a URL. What its store's library raises comes out as OSError, which is what readers look for."""
+
+    def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str) -> None:
+        self._file: Any = None
+        self._file = self._asked(filesystem.open, path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return bool(self._file.seekable())
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return int(self._asked(self._file.seek, offset, whence))
+
+    def readinto(self, buffer: Any) -> int:
+        data: bytes = self._asked(self._file.read, len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        super().close()
+
+    @staticmethod
+    def _asked(ask: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return ask(*arguments)
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def find_files(path: str, *, suffixes: Sequence[str], output_path: str | None = None) -> list[InputFile]:
@@ -66,13 +103,16 @@ def find_files(path: str, *, suffixes: Sequence[str], output_path: str | None = 
     except OSError as error:
         raise ValueError(f"input.path: {path!r} cannot be listed: {error}") from error
     if not files:
-        raise ValueError(f"input.path: no file is there or matches: {path!r} (a folder's files must end in {', '.join(suffixes)})")
+        endings = f" that ends in {', '.join(suffixes)}" if filesystem.isdir(place) else ""
+        raise ValueError(f"input.path: {path!r} names no file{endings}")
     if output_path is not None and not single:
         files = list(_without_output(files, output_path, path=path))
     return sorted(files, key=lambda file: file.name)
 
 
 def _place(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    if "://" not in path:
+        return LocalFileSystem(), os.path.abspath(os.path.expanduser(path))
     try:
         filesystem, place = url_to_fs(path)
     except ImportError as error:  # fsspec's message names the package
@@ -88,7 +128,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Seque
     if filesystem.isdir(place):
         root, skipped, endings = place.rstrip("/"), ("_", "."), tuple(suffixes)
         entries = filesystem.find(place, detail=True)
-    elif has_magic(place):
+    elif glob.has_magic(place):
         root, skipped, endings = "/".join(_without_magic(place.split("/"))), (".",), ("",)
         if "/." in place[len(root) :]:  # as in a shell, a dot matches where it is written only
             skipped = ()
@@ -108,7 +148,7 @@ def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Seque
 def _without_magic(parts: Sequence[str]) -> Iterator[str]:
     """The leading folders of a glob that are plain names."""
     for part in parts[:-1]:
-        if has_magic(part):
+        if glob.has_magic(part):
             return
         yield part
 

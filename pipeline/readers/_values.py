@@ -43,7 +43,7 @@ def _add(digest: _Hash, array: pa.Array) -> None:
     if pa.types.is_struct(kind):
         for child in array.flatten():
             _add(digest, child)
-    elif pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+    elif _is_list(kind):
         _add(digest, pc.list_value_length(array))
         _add(digest, array.flatten())
     elif pa.types.is_nested(kind):
@@ -58,9 +58,15 @@ def _decoded(array: pa.Array) -> pa.Array:
         return _decoded(array.storage)
     if isinstance(array, pa.DictionaryArray):
         return _decoded(array.dictionary_decode())
+    if pa.types.is_run_end_encoded(array.type):
+        return _decoded(pc.run_end_decode(array))
     if array.type == pa.string_view():
         return array.cast(pa.large_string())
     return array.cast(pa.large_binary()) if array.type == pa.binary_view() else array
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def mended(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
@@ -94,8 +100,10 @@ def _bytes_type(kind: pa.DataType) -> pa.DataType:
         return pa.struct([field.with_type(_bytes_type(field.type)) for field in kind])
     if pa.types.is_map(kind):
         return pa.map_(_bytes_type(kind.key_type), _bytes_type(kind.item_type))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         item = kind.value_field.with_type(_bytes_type(kind.value_type))
+        if pa.types.is_fixed_size_list(kind):
+            return pa.list_(item, kind.list_size)
         return pa.list_(item) if pa.types.is_list(kind) else pa.large_list(item)
     return kind
 
@@ -114,7 +122,7 @@ def _text(value: Any, *, kind: pa.DataType) -> tuple[Any, bool]:
         kind = pa.list_(pa.struct({"0": kind.key_type, "1": kind.item_type}))
         items, is_bad = _text([{"0": key, "1": item} for key, item in value], kind=kind)
         return [(item["0"], item["1"]) for item in items], is_bad
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         texts = [_text(item, kind=kind.value_type) for item in value]
         return [item for item, _ in texts], any(is_bad for _, is_bad in texts)
     return value, False

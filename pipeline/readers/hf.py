@@ -101,8 +101,10 @@ class _Streamed:
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
-        features = rows.features
-        self.schema = features.arrow_schema if features is not None else next(rows.iter(batch_size=_BATCH_ROWS)).schema
+        first = (
+            rows.features.arrow_schema.empty_table() if rows.features is not None else next(rows.iter(batch_size=_BATCH_ROWS), pa.table({}))
+        )
+        self.schema = first.schema
 
     def batches(self, *, first_row: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         schema = pa.schema([self.schema.field(name) for name in columns])

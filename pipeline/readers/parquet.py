@@ -31,7 +31,7 @@ def scan(asked: Scan) -> Reader:
 @contextmanager
 def _open(file: InputFile) -> Iterator[_ParquetTable]:
     try:
-        with pq.ParquetFile(file.path, filesystem=file.filesystem, buffer_size=_BUFFER_BYTES, pre_buffer=False) as parquet:
+        with file.open() as source, pq.ParquetFile(source, pre_buffer=False, buffer_size=_BUFFER_BYTES) as parquet:
             yield _ParquetTable(parquet)
     except (pa.ArrowException, OSError) as error:
         raise ValueError(f"{file}: cannot be read as Parquet: {error}") from error

@@ -9,6 +9,7 @@ import fsspec
 import pytest
 
 from pipeline.input_files import find_files
+from pipeline.reader import InputOptions, open_reader
 
 
 @pytest.fixture
@@ -73,8 +74,23 @@ def test_urls_name_the_same_files_as_paths(tree: Path, scheme: str) -> None:
     assert names(f"{root}/**/[bc].jsonl") == ["b.jsonl", "sub/c.jsonl"]
     (found,) = find_files(f"{root}/b.jsonl", suffixes=(".jsonl",))
     assert str(found).endswith("/in/b.jsonl")
-    with pytest.raises(ValueError, match=r"input\.path: no file is there"):
+    with pytest.raises(ValueError, match=r"input\.path: .* names no file"):
         names(f"{root}/missing.jsonl")
+
+
+def test_what_a_store_raises_is_an_error_of_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    filesystem, place = fsspec.url_to_fs("memory://broken/in.jsonl")
+    filesystem.pipe(place, b'{"prompt": "a"}\n')
+    (file,) = find_files("memory://broken/in.jsonl", suffixes=(".jsonl",))
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the bucket fell over")
+
+    monkeypatch.setattr(type(filesystem), "open", fail)
+    with pytest.raises(OSError, match="RuntimeError: the bucket fell over"):
+        file.open()
+    with pytest.raises(ValueError, match=r"memory://.*/in\.jsonl: cannot be read: RuntimeError"):
+        open_reader(InputOptions(format="jsonl", path="memory://broken/in.jsonl"), prompt_columns=["prompt"], limit=None)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
