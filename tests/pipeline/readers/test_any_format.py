@@ -104,7 +104,7 @@ def check(reader: Reader, wanted: pa.Table) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(table=TABLES, batch=st.integers(1, 12), size=st.integers(1, 12), early=st.integers(1, 31), late_size=st.integers(1, 12))
 def test_what_goes_in_comes_out_and_known_cuts_stay(
     tmp_path_factory: pytest.TempPathFactory, name: str, table: pa.Table, batch: int, size: int, early: int, late_size: int

@@ -279,11 +279,13 @@ def test_the_digest_tells_changed_content(tmp_path: Path) -> None:
     assert before[1] != after[1]
 
 
-def test_a_damaged_middle_is_refused_by_name(tmp_path: Path) -> None:
-    packed = bytearray(gzip.compress(b"".join(b'{"prompt": "%d"}\n' % (i * i) for i in range(5000))))
-    packed[len(packed) // 2] ^= 0xFF
-    with pytest.raises(ValueError, match=r"in\.jsonl: cannot be read"):
-        opened(written(tmp_path, bytes(packed)))
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.ZstdCompressor(write_checksum=True).compress, bz2.compress])
+@pytest.mark.parametrize("damage", [b"\xff", b"\xff" * 200], ids=["a byte", "many bytes"])
+def test_a_damaged_middle_is_refused_by_name(tmp_path: Path, pack: Any, damage: bytes) -> None:
+    packed = pack(b"".join(b'{"prompt": "%d"}\n' % (i * i) for i in range(5000)))
+    middle = len(packed) // 2
+    with pytest.raises(ValueError, match=r"in\.jsonl: "):
+        opened(written(tmp_path, packed[:middle] + damage + packed[middle + len(damage) :]))
 
 
 def grown(before: bytes, after: bytes, folder: Path, **options: Any) -> tuple[Reader, Reader]:

@@ -41,7 +41,7 @@ def batches(values: list[Any], kind: pa.DataType, cuts: list[int]) -> list[pa.Re
     ]
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(range(len(KINDS))), cuts=st.tuples(*[st.lists(st.integers(0, 9), max_size=3)] * 2))
 def test_digests_are_equal_if_and_only_if_the_values_are(data: st.DataObject, kind: int, cuts: tuple[list[int], list[int]]) -> None:
     type_, strategy = KINDS[kind]
