@@ -9,7 +9,7 @@ import glob
 import io
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -100,8 +100,8 @@ def find_files(path: str, *, suffixes: Sequence[str], output_path: str | None = 
         filesystem.invalidate_cache()  # what another run of this process saw may have changed
         single = filesystem.isfile(place)
         files = [InputFile(filesystem, place, place.rsplit("/", 1)[-1])] if single else _found(filesystem, place, suffixes=suffixes)
-    except OSError as error:
-        raise ValueError(f"input.path: {path!r} cannot be listed: {error}") from error
+    except Exception as error:  # a store's library raises what it likes
+        raise ValueError(f"input.path: {path!r} cannot be listed: {type(error).__name__}: {error}") from error
     if not files:
         endings = f" that ends in {', '.join(suffixes)}" if filesystem.isdir(place) else ""
         raise ValueError(f"input.path: {path!r} names no file{endings}")
@@ -153,22 +153,32 @@ def _without_magic(parts: Sequence[str]) -> Iterator[str]:
         yield part
 
 
-def _without_output(files: Iterable[InputFile], output_path: str, *, path: str) -> Iterator[InputFile]:
-    folder = _resolved(output_path).rstrip("/") + "/"
-    found = False
+def _without_output(files: Sequence[InputFile], output_path: str, *, path: str) -> Iterator[InputFile]:
+    filesystem = files[0].filesystem
+    folder = _inside(filesystem, output_path)
+    kept = False
     for file in files:
-        place = _resolved(str(file))
-        if not place.startswith(folder):
-            found = True
+        place = _real(filesystem, file.path)
+        if folder is None or not place.startswith(folder):
+            kept = True
             yield file
         elif not _OUTPUT_NAME.match(place.removeprefix(folder)):
             raise ValueError(
                 f"output.path: {output_path!r} holds {file}, which input.path={path!r} names, so input and output would mix; "
                 "choose another folder for the output"
             )
-    if not found:
+    if not kept:
         raise ValueError(f"input.path: {path!r} names only files that a run wrote into output.path")
 
 
-def _resolved(path: str) -> str:
-    return path if "://" in path else os.path.realpath(path)
+def _inside(filesystem: fsspec.AbstractFileSystem, folder: str) -> str | None:
+    """How the paths in ``folder`` begin on ``filesystem``; None where it lies elsewhere, or cannot be told (then it is no output)."""
+    try:
+        other, place = _place(folder)
+    except ValueError:
+        return None
+    return _real(filesystem, place).rstrip("/") + "/" if type(other) is type(filesystem) else None
+
+
+def _real(filesystem: fsspec.AbstractFileSystem, place: str) -> str:
+    return os.path.realpath(place) if isinstance(filesystem, LocalFileSystem) else place

@@ -116,6 +116,15 @@ def test_what_a_run_wrote_is_no_input(tree: Path) -> None:
         names(tree / "out", output_path=str(tree / "out"))
 
 
+def test_what_a_run_wrote_behind_a_url_is_no_input() -> None:
+    filesystem, place = fsspec.url_to_fs("memory://bucket")
+    for name in ("in.jsonl", "out/part-00000.jsonl"):
+        filesystem.pipe(f"{place}/{name}", name.encode())
+    assert names("memory://bucket", output_path="memory://bucket/out/") == ["in.jsonl"]
+    assert names("memory://bucket", output_path="/bucket/out") == ["in.jsonl", "out/part-00000.jsonl"]
+    assert names("memory://bucket", output_path="nowhere://bucket/out") == ["in.jsonl", "out/part-00000.jsonl"]
+
+
 @pytest.mark.parametrize(("path", "output"), [("", ""), ("*.jsonl", "."), ("", "sub"), ("**/*.jsonl", "sub/")])
 def test_an_output_folder_with_input_in_it_is_refused(tree: Path, path: str, output: str) -> None:
     with pytest.raises(ValueError, match=r"output\.path: .* so input and output would mix"):
