@@ -138,10 +138,8 @@ def test_a_place_behind_a_url_reads_as_a_local_file(tmp_path: Path, name: str) -
     assert middle[0].table.equals(expected(table, format).slice(7, 7))
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", sorted(FORMATS.keys() - {"jsonl", "csv"}))  # there a cut line is an error row
 def test_a_cut_file_is_refused_by_name(tmp_path: Path, name: str) -> None:
-    if name in ("jsonl", "csv"):
-        pytest.skip("a cut line is an error row")
     format, write = FORMATS[name]
     table = pa.Table.from_pylist([FIRST | {"id": i} for i in range(200)], schema=SCHEMA)
     data = write(table, 20)
