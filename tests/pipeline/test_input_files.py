@@ -106,12 +106,17 @@ def test_a_url_of_no_known_kind_is_refused() -> None:
 
 def test_what_a_run_wrote_is_no_input(tree: Path) -> None:
     before = names(tree)
-    for name in ("errors.jsonl", "part-00000.jsonl", "part-00001.jsonl"):
+    for name in ("errors.jsonl", "errors-00000.jsonl", "part-00000.jsonl", "part-100000.jsonl", "_shards.jsonl"):
         (tree / "out" / name).parent.mkdir(exist_ok=True)
         (tree / "out" / name).write_text(f"out/{name}")
     assert names(tree, output_path=str(tree / "out")) == before
     assert names(f"{tree}/**/*.jsonl", output_path=str(tree / "out")) == ["_tmp/x.jsonl", "b.jsonl", "sub/[x].jsonl", "sub/c.jsonl"]
-    assert names(tree / "out", output_path=str(tree / "other")) == ["errors.jsonl", "part-00000.jsonl", "part-00001.jsonl"]
+    assert names(tree / "out", output_path=str(tree / "other")) == [
+        "errors-00000.jsonl",
+        "errors.jsonl",
+        "part-00000.jsonl",
+        "part-100000.jsonl",
+    ]
     with pytest.raises(ValueError, match="only files that a run wrote"):
         names(tree / "out", output_path=str(tree / "out"))
 
