@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if TYPE_CHECKING:
     from engine import plugins
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
+    from engine.forecast import Forecast, Outlook, Pool
     from engine.grammar.compiler import check_grammar
     from engine.grammar.spec import Grammar
     from engine.loop import Engine
@@ -28,9 +29,12 @@ __all__ = [
     "Completion",
     "Engine",
     "EngineConfig",
+    "Forecast",
     "Grammar",
     "KVCacheConfig",
     "ModelConfig",
+    "Outlook",
+    "Pool",
     "Request",
     "SamplingParams",
     "Tokenizer",
@@ -43,9 +47,12 @@ _HOME = {
     "Completion": "engine.types",
     "Engine": "engine.loop",
     "EngineConfig": "engine.config",
+    "Forecast": "engine.forecast",
     "Grammar": "engine.grammar.spec",
     "KVCacheConfig": "engine.config",
     "ModelConfig": "engine.config",
+    "Outlook": "engine.forecast",
+    "Pool": "engine.forecast",
     "Request": "engine.types",
     "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",

@@ -5,21 +5,28 @@ Decides nothing about a step; each part refuses the settings that it cannot serv
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
-from engine.attention.backend import AttentionSpec
+from engine.attention.backend import AttentionBackend, AttentionSpec
 from engine.attention.select import select
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
 from engine.device import Device
+from engine.forecast import Forecast, Pool
 from engine.grammar.compiler import Grammars
 from engine.kv.format import format_name, load_format
 from engine.kv.manager import BlockManager
 from engine.kv.sizing import bytes_per_block, pool_size
 from engine.kv.store import KVStore
+from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
 from engine.loop import Engine
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import Sampler
+from engine.scheduler.admission import Admission
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.tokenizer import Tokenizer
@@ -32,29 +39,25 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     Raises:
         ValueError: a setting cannot be served on this machine or by this model; the message names the key.
     """
-    device = Device.find(engine.device, threads=engine.threads)
+    frame = _Frame.of(model, engine, kv_cache)
+    device, spec = frame.device, frame.spec
     if device.kind == "cpu":
         torch.set_num_threads(device.num_threads)
-    dtype = device.dtype(model.dtype)
-    spec = read_spec(model)
-    max_model_len = _max_model_len(engine, spec)
-    kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
-    backend = select(engine.attention, spec=_attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format))
     tokenizer = tokenizer or Tokenizer.load(model)
-    decoder = load_model(model, dtype=dtype, device=device.torch_device, batch_invariant=engine.batch_invariant)
+    decoder = load_model(model, dtype=frame.dtype, device=device.torch_device, batch_invariant=engine.batch_invariant)
 
-    block = {"block_size": kv_cache.block_size, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
-    block_bytes = bytes_per_block(load_format(kv_format), num_layers=spec.num_layers, **block)
-    num_blocks = pool_size(kv_cache, block_bytes=block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
-    store = KVStore(load_format(kv_format), num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **block)
+    num_blocks = pool_size(kv_cache, block_bytes=frame.block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
+    store = KVStore(
+        load_format(frame.kv_format), num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **frame.block_shape
+    )
 
     num_valid_tokens = min(tokenizer.vocab_size, spec.vocab_size)
-    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * block_bytes)
+    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes)
     scheduler = Scheduler(
         kv=BlockManager(num_blocks=num_blocks, block_size=kv_cache.block_size, prefix_cache=kv_cache.prefix_cache),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
-        max_model_len=max_model_len,
+        max_model_len=frame.max_model_len,
         eos_token_ids=tokenizer.eos_token_ids,
         vocab_size=spec.vocab_size,
         vocabulary=tokenizer,
@@ -62,8 +65,75 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         stats=stats,
     )
     sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed)
-    runner = ModelRunner(decoder, store=store, backend=backend, sampler=sampler, stats=stats, device=device.torch_device)
+    runner = ModelRunner(decoder, store=store, backend=frame.backend, sampler=sampler, stats=stats, device=device.torch_device)
     return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer)
+
+
+def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Forecast:
+    """The door of the engine that ``build`` would give, with nothing behind it: no weights are read and no pool is taken.
+
+    Raises:
+        ValueError: as for ``build``, but for what only the weights would show.
+    """
+    frame = _Frame.of(model, engine, kv_cache)
+    tokenizer = tokenizer or Tokenizer.load(model)
+    weights = sum(weight.numel() for weight in Decoder(frame.spec).parameters()) * frame.dtype.itemsize
+    free_bytes = max(0, frame.device.free_bytes() - weights)
+    num_blocks = pool_size(kv_cache, block_bytes=frame.block_bytes, free_bytes=free_bytes, device_kind=frame.device.kind)
+    admission = Admission(
+        num_blocks=num_blocks,
+        block_size=kv_cache.block_size,
+        max_num_seqs=engine.max_num_seqs,
+        max_model_len=frame.max_model_len,
+        eos_token_ids=tokenizer.eos_token_ids,
+        vocab_size=frame.spec.vocab_size,
+        vocabulary=tokenizer,
+        grammars=Grammars(tokenizer, vocab_size=min(tokenizer.vocab_size, frame.spec.vocab_size)),
+    )
+    pool = Pool(
+        num_blocks=num_blocks,
+        block_size=kv_cache.block_size,
+        block_bytes=frame.block_bytes,
+        max_num_seqs=engine.max_num_seqs,
+        max_len=admission.max_len,
+        prefix_cache=kv_cache.prefix_cache,
+    )
+    return Forecast(admission=admission, pool=pool)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Frame:
+    """What the settings come to on this machine before a weight is read."""
+
+    device: Device
+    dtype: torch.dtype
+    spec: DecoderSpec
+    max_model_len: int
+    kv_format: str
+    backend: AttentionBackend[Any]
+    block_shape: Mapping[str, int]
+    block_bytes: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> _Frame:
+        """Raises ValueError where a setting cannot be served."""
+        device = Device.find(engine.device, threads=engine.threads)
+        dtype = device.dtype(model.dtype)
+        spec = read_spec(model)
+        max_model_len = _max_model_len(engine, spec)
+        kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
+        backend = select(engine.attention, spec=_attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format))
+        shape = {"block_size": kv_cache.block_size, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+        return cls(
+            device=device,
+            dtype=dtype,
+            spec=spec,
+            max_model_len=max_model_len,
+            kv_format=kv_format,
+            backend=backend,
+            block_shape=shape,
+            block_bytes=bytes_per_block(load_format(kv_format), num_layers=spec.num_layers, **shape),
+        )
 
 
 def _max_model_len(engine: EngineConfig, spec: DecoderSpec) -> int:

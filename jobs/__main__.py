@@ -12,9 +12,10 @@ import sys
 
 VERBS = {
     "run": "answer the rows of input.path into Arrow files in output.path (the verb when none is given)",
+    "plan": "what a run would come to: rows, exact tokens, memory, rows that do not fit; loads no weights",
     "bench": "measure throughput and memory on this machine: one JSON line and a table",
 }
-_HOME = {"run": "jobs._app", "bench": "jobs.bench"}
+_HOME = {"run": "jobs._app", "plan": "jobs.plan", "bench": "jobs.bench"}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,101 @@
+"""`pagemill plan`: what a run with the same overrides would come to; no weights are loaded and nothing is written.
+
+Composes the run's own configuration and shows what pipeline.plan finds: a table, or one JSON object.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine import Forecast, Tokenizer
+from jobs._app import OK, compose, guarded, make_job, read_run
+from jobs._schema import RunConfig, as_yaml
+from pipeline.plan import Plan, plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """How the plan is shown: as a table, or as one ``json`` object."""
+
+    json: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """The keys of ``conf/plan.yaml``; all others are the run's."""
+
+    plan: PlanOptions
+
+
+def main(overrides: list[str], *, show: bool) -> int:
+    """Plan and print; with ``show`` print the run's configuration instead."""
+    return guarded(lambda: _plan(overrides, show=show))
+
+
+def _plan(overrides: list[str], *, show: bool) -> int:
+    own = [word for word in overrides if word.lstrip("+~").startswith("plan.")]
+    options = compose("plan", own, kind=PlanConfig).plan
+    config = read_run([word for word in overrides if word not in own])
+    if show:
+        print(as_yaml(config))
+        return OK
+    found = plan_run(config)
+    print(json.dumps(found.numbers(), ensure_ascii=False) if options.json else "\n".join(_table(found)))
+    return OK
+
+
+def plan_run(config: RunConfig) -> Plan:
+    """The plan of one run.
+
+    Raises:
+        ValueError: the run would be refused; the message names the key.
+    """
+    tokenizer = Tokenizer.load(config.model)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    forecast = Forecast.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+    return plan(job, input=config.input, output=config.output, forecast=forecast, limit=config.limit, progress=config.progress)
+
+
+def _table(found: Plan) -> Iterator[str]:
+    outlook, pool = found.outlook, found.pool
+    share = outlook.num_shared_tokens / max(outlook.num_prompt_tokens, 1)
+    yield _line("rows", f"{found.num_rows:,}, of them {found.num_failed:,} would be error rows")
+    for code, failures in found.failures.items():
+        more = ", ..." if failures.num_rows > len(failures.first) else ""
+        yield _line(f"  {code}", f"{failures.num_rows:,}: {', '.join(failures.first)}{more}")
+    yield _line(
+        "prompt tokens",
+        f"{outlook.num_prompt_tokens:,}; {found.shortest_prompt:,} to {found.longest_prompt:,} a row, {found.mean_prompt:,.1f} on average",
+    )
+    yield _line("  from the cache", f"{outlook.num_shared_tokens:,} ({share:.0%}), where the pool keeps all shared prefixes")
+    yield _line("  to compute", f"{found.computed_tokens:,}")
+    yield _line("context", f"{found.context_needed:,} tokens for the longest prompt and its max_tokens; the limit is {pool.max_len:,}")
+    yield _line("KV cache", f"{_size(pool.block_bytes // pool.block_size)} a token, {_size(pool.block_bytes)} a block of {pool.block_size}")
+    yield _line("  pool", f"{_size(pool.num_blocks * pool.block_bytes)}, {pool.num_blocks:,} blocks")
+    yield _line("  needed", f"{_size(outlook.num_needed_bytes)} for the {pool.max_num_seqs} largest rows at once (engine.max_num_seqs)")
+    yield _line("  all prompts", f"{_size(outlook.num_prompt_bytes)}, equal prefixes once")
+    yield _line(
+        "  sequences",
+        f"{found.num_fitting(found.mean_sequence):,} of average length fit at once, "
+        f"{found.num_fitting(outlook.longest_sequence):,} of the longest",
+    )
+    for index, column in enumerate(found.columns):
+        yield _line("columns" if index == 0 else "", f"{column.name}: {column.type}")
+    for sentence in found.lint:
+        yield _line("look at", sentence)
+
+
+def _line(name: str, text: str) -> str:
+    return f"{name:<18}{text}"
+
+
+def _size(num_bytes: int) -> str:
+    """``num_bytes`` as text in the units that kv_cache.memory takes."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
