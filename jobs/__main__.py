@@ -13,13 +13,19 @@ import sys
 VERBS = {
     "run": "answer the rows of input.path into Arrow files in output.path (the verb when none is given)",
     "plan": "what a run would come to: rows, exact tokens, memory, rows that do not fit; loads no weights",
+    "verify": "check the answers in a folder: checksums, rows, and with rows=N the answers of N rows again",
     "bench": "measure throughput and memory on this machine: one JSON line and a table",
 }
+# These read a folder instead of a configuration, and each has an argument parser of its own.
+_OF_A_FOLDER = {"verify": "jobs.verify"}
 _HOME = {"run": "jobs._app", "plan": "jobs.plan", "bench": "jobs.bench"}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command line; returns the exit code of the contract (0, 2, 3, 75 or 1)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] in _OF_A_FOLDER:
+        return int(importlib.import_module(_OF_A_FOLDER[argv[0]]).main(argv[1:]))
     options = _parser().parse_intermixed_args(argv)
     words = options.words
     named = bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))

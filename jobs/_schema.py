@@ -81,6 +81,18 @@ def typed(kind: type[T], config: DictConfig) -> T:
     return cast(T, _build(kind, OmegaConf.to_container(config)))
 
 
+def from_json(kind: type[T], values: Any) -> T:
+    """A ``kind`` from what ``dataclasses.asdict`` and JSON made of it.
+
+    Raises:
+        ValueError: a key is unknown or a value is out of range.
+    """
+    try:
+        return cast(T, _build(kind, values))
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"these are not the settings of this version: {error}") from error
+
+
 def as_yaml(config: Any) -> str:
     """A typed configuration as text, in the order of its classes."""
     return cast(str, yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True))
