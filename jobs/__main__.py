@@ -14,10 +14,11 @@ VERBS = {
     "run": "answer the rows of input.path into Arrow files in output.path (the verb when none is given)",
     "plan": "what a run would come to: rows, exact tokens, memory, rows that do not fit; loads no weights",
     "verify": "check the answers in a folder: checksums, rows, and with rows=N the answers of N rows again",
+    "rerun": "answer some rows of a finished run again, under other settings, and put them in their places",
     "bench": "measure throughput and memory on this machine: one JSON line and a table",
 }
 # These read a folder instead of a configuration, and each has an argument parser of its own.
-_OF_A_FOLDER = {"verify": "jobs.verify"}
+_OF_A_FOLDER = {"verify": "jobs.verify", "rerun": "jobs.rerun"}
 _HOME = {"run": "jobs._app", "plan": "jobs.plan", "bench": "jobs.bench"}
 
 

@@ -6,6 +6,7 @@ Knows no rows and no engine: it maps shards to parts and keeps the run's record 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from pipeline.types import Part, Shard
 Resume = Literal["auto", "never", "force"]
 
 _RECORDS = ("_run.json", "_manifest.jsonl", "_shards.jsonl")
+_WRITTEN = (*_RECORDS, "_reruns.jsonl", "errors.jsonl", "metrics.json")
 
 _Entry = TypeVar("_Entry", "FinishedPart", Shard)
 
@@ -192,12 +194,11 @@ class Ledger:
     def _clear(self) -> None:
         """Take away everything that an earlier run wrote, and nothing else."""
         self._shards = {}
-        for path in [
-            *self.folder.glob("part-[0-9]*"),
-            *self.folder.glob("errors-[0-9]*"),
-            *(self.folder / name for name in (*_RECORDS, "errors.jsonl", "metrics.json")),
-        ]:
+        names = ("part-[0-9]*", "errors-[0-9]*")
+        for path in [*(path for name in names for path in self.folder.glob(name)), *(self.folder / name for name in _WRITTEN)]:
             path.unlink(missing_ok=True)
+        for rerun in self.folder.glob("_rerun-[0-9]*"):
+            shutil.rmtree(rerun)
         durable.sync_folder(self.folder)
 
     def _refuse_other_settings(self, record: Mapping[str, Any]) -> None:

@@ -74,10 +74,11 @@ def run(
     load_engine: Callable[[], Engine],
     limit: int | None = None,
     resume: Resume = "auto",
+    reader: Reader | None = None,
     progress: bool = True,
     stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
-    """Read every row of ``input``, answer it, and write it to ``output``.
+    """Read every row of ``input``, or of a ``reader`` that is open already, answer it, and write it to ``output``.
 
     Three phases: input and output are opened and checked; then ``load_engine`` is called, unless every part is there
     already; then the rows run. The engine is closed at the end. ``stop`` is asked between the engine's steps: once it is
@@ -87,7 +88,7 @@ def run(
     Raises:
         ValueError: something is refused; before ``load_engine`` is called unless the engine itself refuses.
     """
-    reader = open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
+    reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
     job.check(reader.schema)
     columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     writer = PartWriter(output, schema=columns.schema)

@@ -72,7 +72,7 @@ def test_configuration_is_shown_with_absolute_paths(pagemill: Any, tmp_path: Pat
         (["run", "input.path=in.jsonl", "job=poem"], "job: there is no 'poem'; choose one of chat, generate, score"),
         (["run", "input.path=in.jsonl", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this; quote"),
         (["run"], "input.path: there is no value"),
-        (["walk", "input.path=in.jsonl"], "there is no command 'walk'; the commands are run, plan, verify, bench"),
+        (["walk", "input.path=in.jsonl"], "there is no command 'walk'; the commands are run, plan, verify, rerun, bench"),
         (["-m", "seed=1,2"], "-m: sweeps are not there yet"),
         (["run", "input.path=in.jsonl", "model.path=/no/such/model"], "model.path: there is no folder /no/such/model"),
         (["run", "input.path=in.jsonl", "job.name=bench"], "job.name: 'bench' is a command and no job"),

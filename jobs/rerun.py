@@ -1,0 +1,140 @@
+"""`pagemill rerun`: the rows of a finished run that meet some conditions, answered again under its settings and overrides over them.
+
+Builds the job and the engine for pipeline.rerun and tells what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import replace
+
+from engine import Engine, Tokenizer
+from jobs._app import FAULT, INTERRUPTED, OK, ROWS_FAILED, Stop, guarded, make_job
+from jobs._provenance import provenance
+from jobs._record import recorded, with_overrides
+from jobs._schema import RunConfig
+from pipeline import Job, OutputOptions, Summary, run
+from pipeline.archive import Archive
+from pipeline.columns import OutputColumns
+from pipeline.reader import Reader, open_reader
+from pipeline.rerun import Condition, Rerun
+from pipeline.writer import PartWriter
+
+_EPILOG = """\
+examples
+  pagemill rerun answers --where finish_reason=length sampling.max_tokens=2048
+  pagemill rerun answers --where status=error --where error_code=too_long engine.max_model_len=8192
+
+The new answers stand in the places of the old ones, which are kept in DIR/_rerun-001/replaced/. A rerun that was stopped goes
+on with the same command.
+
+exit codes: those of pagemill run; 0 too where no row meets the conditions
+"""
+
+
+def main(words: list[str]) -> int:
+    """Rerun what ``words`` ask for and return the exit code."""
+    options = _parser().parse_intermixed_args(words)
+    return guarded(lambda: _rerun(options.folder, where=options.where, overrides=options.overrides))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pagemill rerun",
+        description="Answer some rows of a finished run again, with the settings that it was made with and the overrides over them.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="DIR", help="the output folder of a run")
+    parser.add_argument(
+        "--where",
+        metavar="COLUMN=VALUE",
+        action="append",
+        required=True,
+        help="take the rows of which a column has this value; given several times, all must hold",
+    )
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="settings to change, as for pagemill run")
+    return parser
+
+
+def _rerun(folder: str, *, where: list[str], overrides: list[str]) -> int:
+    archive = Archive.open(folder)
+    if not archive.has_rows:
+        raise ValueError(f"{folder}: its format ({archive.config['output']['format']}) keeps no columns, so no row can be found in it")
+    conditions = [Condition.parse(text) for text in where]
+    config = with_overrides(recorded(archive), overrides)
+    tokenizer = Tokenizer.load(config.model)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    whole = open_reader(config.input, prompt_columns=job.prompt_columns, limit=config.limit)
+    columns = _columns(archive, config, job=job, reader=whole)
+    words = [*(word for text in where for word in ("--where", text)), *overrides]
+    rerun = Rerun.begin(archive, conditions, words=words)
+    if rerun is None:
+        print(f"no row meets {' and '.join(where)}: nothing to do")
+        return OK
+    summary = _answer(rerun, config, archive=archive, tokenizer=tokenizer, job=job, whole=whole)
+    if summary is None:
+        return FAULT
+    if summary.interrupted:
+        print("pagemill: stopped early, and nothing is replaced yet; run the same command again to go on", file=sys.stderr)
+        return INTERRUPTED
+    rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(config.output, schema=columns.schema))
+    rerun.note(words, merged=True)
+    _tell(summary, rerun)
+    return ROWS_FAILED if summary.num_errors else OK
+
+
+def _columns(archive: Archive, config: RunConfig, *, job: Job, reader: Reader) -> OutputColumns:
+    """The columns of the parts, which must be those of the new answers too.
+
+    Raises:
+        ValueError: they are others.
+    """
+    job.check(reader.schema)
+    output = config.output
+    columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
+    types = {field.name: str(field.type) for field in columns.schema}
+    if types != dict(archive.columns):
+        other = sorted({*types.items()} ^ {*archive.columns.items()})[0][0]
+        raise ValueError(f"{other}: the new answers would have other columns than the parts, which cannot hold both; use a run of its own")
+    return columns
+
+
+def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tokenizer, job: Job, whole: Reader) -> Summary | None:
+    """Run the selected rows into the rerun's own folder; None where a full disk or the like broke it off."""
+    output = config.output
+    own = OutputOptions(path=str(rerun.folder), prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
+    config = replace(config, output=own, resume="auto")
+    engine: Engine | None = None
+
+    def load_engine() -> Engine:
+        nonlocal engine
+        print(f"pagemill: {rerun.num_rows:,} rows again: {job.announcement}", file=sys.stderr)
+        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        return engine
+
+    try:
+        return run(
+            job,
+            input=config.input,
+            output=own,
+            provenance=provenance(config, tokenizer),
+            load_engine=load_engine,
+            reader=rerun.reader(archive, whole),
+            progress=config.progress,
+            stop=Stop(),
+        )
+    except OSError as error:
+        if engine is None:
+            raise
+        print(f"pagemill: {error}; the same command goes on from there", file=sys.stderr)
+        return None
+
+
+def _tell(summary: Summary, rerun: Rerun) -> None:
+    rows = "1 row" if rerun.num_rows == 1 else f"{rerun.num_rows:,} rows"
+    cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
+    print(f"{rows} answered again: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    print(f"replaced in {len(rerun.rows):,} parts; the old answers: {rerun.folder}/replaced/")
