@@ -137,4 +137,4 @@ def _tell(summary: Summary, rerun: Rerun) -> None:
     rows = "1 row" if rerun.num_rows == 1 else f"{rerun.num_rows:,} rows"
     cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
     print(f"{rows} answered again: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
-    print(f"replaced in {len(rerun.rows):,} parts; the old answers: {rerun.folder}/replaced/")
+    print(f"old answers: {rerun.folder}/replaced/part-*.arrow")

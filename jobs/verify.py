@@ -62,18 +62,18 @@ def _verify(folder: str, *, num_rows: int, seed: int) -> int:
     for line in found.differences:
         print(line)
     num_open = len(archive.shards) - len(archive.parts)
-    rest = f"; {num_open:,} parts are not finished yet" if num_open else ""
-    print(f"{len(archive.parts):,} parts, {found.num_rows:,} rows, {found.num_errors:,} of them with an error{rest}")
+    rest = f"; parts not finished yet: {num_open:,}" if num_open else ""
+    print(f"parts: {len(archive.parts):,}, rows: {found.num_rows:,}, error rows: {found.num_errors:,}{rest}")
     if not archive.has_rows:
         print("the rows of this format cannot be read back: only the files were checked")
     if found.chosen:
-        print(f"computing {len(found.chosen):,} rows again, one at a time (seed={seed}) ...", file=sys.stderr)
+        print(f"rows that are computed again, one at a time: {len(found.chosen):,} (seed={seed})", file=sys.stderr)
         for line in _differing_rows(archive, found.chosen):
             print(line)
             num_differences += 1
         if num_differences > len(found.differences) and (note := _note(recorded(archive))):
             print(note, file=sys.stderr)
-    print("all equal" if num_differences == 0 else f"{num_differences:,} differences")
+    print("all equal" if num_differences == 0 else f"differences: {num_differences:,}")
     return OK if num_differences == 0 else ROWS_FAILED
 
 

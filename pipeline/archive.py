@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,3 @@ def _current(folder: Path, lines: Sequence[FinishedPart]) -> FinishedPart:
         return lines[-1]
     digest = durable.file_digest(folder / lines[-1].file)
     return next((line for line in reversed(lines) if line.sha256 == digest), lines[-1])
-
-
-def append_merge(folder: Path, merge: Merge) -> None:
-    durable.append_lines(folder / RERUNS, [asdict(merge)])

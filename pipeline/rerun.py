@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import shlex
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline import durable
-from pipeline.archive import Archive, Merge, append_merge
+from pipeline.archive import RERUNS, Archive, Merge
 from pipeline.columns import OutputColumns
 from pipeline.ledger import FinishedPart
 from pipeline.reader import Reader
@@ -75,26 +76,36 @@ class Rerun:
         Raises:
             ValueError: a rerun of other words is not finished, a column is unknown, or a part cannot be read.
         """
-        last = max(archive.folder.glob("_rerun-[0-9]*/" + _RECORD), default=None)
-        if last is not None:
-            record = _read_record(last)
-            if not record.get("merged"):
-                if record.get("words") != list(words):
-                    raise ValueError(
-                        f"{last.parent}: an earlier rerun is not finished; run it to its end first: "
-                        + shlex.join(["pagemill", "rerun", str(archive.folder), *map(str, record.get("words", ()))])
-                    )
-                return cls(folder=last.parent, rows=_read_selection(last.parent))
+        folders = sorted(archive.folder.glob("_rerun-[0-9]*"), key=_number)
+        unfinished = cls._unfinished(archive, folders[-1], words=words) if folders else None
+        if unfinished is not None:
+            return unfinished
         rows = {part: places for part in archive.parts if (places := _selected(archive, part, conditions))}
         if not rows:
             return None
-        number = 1 if last is None else int(last.parent.name.rpartition("-")[2]) + 1
+        number = 1 + max((_number(folder) for folder in archive.folder.glob("_rerun-[0-9]*")), default=0)
         rerun = cls(folder=archive.folder / f"_rerun-{number:03d}", rows=rows)
-        (rerun.folder / "replaced").mkdir(parents=True, exist_ok=True)
+        (rerun.folder / "replaced").mkdir(parents=True)
         lines = (durable.json_line({"part": part, "rows": list(places)}) for part, places in rows.items())
         durable.replace_text(rerun.folder / _SELECTION, "".join(lines))
         rerun.note(words, merged=False)
         return rerun
+
+    @classmethod
+    def _unfinished(cls, archive: Archive, folder: Path, *, words: Sequence[str]) -> Rerun | None:
+        """The rerun in ``folder`` where it is to go on; None where it is finished. One that has no answers yet is taken away."""
+        record = _read_record(folder / _RECORD)
+        if record.get("merged"):
+            return None
+        if record.get("words") == list(words):
+            return cls(folder=folder, rows=_read_selection(folder))
+        if any(folder.glob("part-*")):
+            earlier = shlex.join(["pagemill", "rerun", str(archive.folder), *map(str, record.get("words") or ())])
+            is_merged = any(merge.rerun == folder.name for merge in archive.merges)
+            rest = "" if is_merged else ", or delete that folder, of which nothing has been put into the parts yet"
+            raise ValueError(f"{folder}: an earlier rerun is not finished; run it to its end first ({earlier}){rest}")
+        shutil.rmtree(folder)
+        return None
 
     def note(self, words: Sequence[str], *, merged: bool) -> None:
         """Write down what was asked for and how far it is."""
@@ -156,7 +167,8 @@ class Rerun:
             sha256=durable.file_digest(temporary),
             bytes=temporary.stat().st_size,
         )
-        append_merge(archive.folder, Merge(rerun=self.folder.name, part=part, rows=len(self.rows[part]), sha256=line.sha256))
+        merge = Merge(rerun=self.folder.name, part=part, rows=len(self.rows[part]), sha256=line.sha256)
+        durable.append_lines(archive.folder / RERUNS, [asdict(merge)])
         durable.append_lines(archive.folder / "_manifest.jsonl", [asdict(line)])
         durable.rename(temporary, final)
 
@@ -218,6 +230,10 @@ def _settle(archive: Archive, parts: Iterable[int]) -> None:
     durable.replace_text(now.folder / "_manifest.jsonl", "".join(durable.json_line(asdict(line)) for line in now.parts.values()))
 
 
+def _number(folder: Path) -> int:
+    return int(folder.name.removeprefix("_rerun-"))
+
+
 def _read_selection(folder: Path) -> dict[int, list[int]]:
     try:
         return {line["part"]: line["rows"] for line in durable.read_lines(folder / _SELECTION)}
@@ -226,6 +242,9 @@ def _read_selection(folder: Path) -> dict[int, list[int]]:
 
 
 def _read_record(path: Path) -> dict[str, Any]:
+    """The rerun's own note; empty where it was killed before it could write one."""
+    if not path.exists():
+        return {}
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:

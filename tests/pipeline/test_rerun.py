@@ -179,14 +179,26 @@ def test_settings_of_a_row_are_those_of_the_last_rerun_that_replaced_it(finished
     assert set(Archive.open(folder.path).settings_of(0, keys).values()) == {""}
 
 
-def test_another_rerun_waits_for_one_that_is_not_finished(finished, new_engine) -> None:
+def test_another_rerun_waits_for_one_that_has_answers_already(finished, new_engine) -> None:
     folder = finished()
     with pytest.raises(RuntimeError, match="the device is gone"):
-        folder.rerun(new_engine(fail_after=3), "finish_reason=length")
-    with pytest.raises(ValueError, match=r"_rerun-001: an earlier rerun is not finished; .*: pagemill rerun .*/out finish_reason=length$"):
+        folder.rerun(new_engine(fail_after=len(CUT) - 1), "finish_reason=length")
+    assert list((folder.path / "_rerun-001").glob("part-*"))
+    unfinished = r"_rerun-001: an earlier rerun is not finished; .* \(pagemill rerun .*/out finish_reason=length\), or delete that folder"
+    with pytest.raises(ValueError, match=unfinished):
         folder.rerun(new_engine(), "status=error")
     folder.rerun(new_engine(), "finish_reason=length")
     assert folder.rerun(new_engine(), "status=error").folder.name == "_rerun-002"
+
+
+def test_a_rerun_that_never_answered_a_row_does_not_block_another_one(finished, new_engine) -> None:
+    folder = finished()
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        folder.rerun(new_engine(fail_after=1), "finish_reason=length")
+    folder.rerun(new_engine(), "status=error")
+    archive = Archive.open(folder.path)
+    assert {merge.rerun for merge in archive.merges} == {"_rerun-001"}
+    assert check_parts(archive, num_chosen=0, seed=0).differences == []
 
 
 def test_an_input_that_changed_is_refused(finished, new_engine, write_jsonl) -> None:
