@@ -31,13 +31,17 @@ ROWS = [
 def finished(tiny_model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of three parts, drawn at temperature 1, with an error row, two samples of one row, and token ids."""
     folder = tmp_path_factory.mktemp("finished")
-    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    words = [
-        *(f"model.path={tiny_model}", "model.dtype=float32", f"input.path={folder}/in.jsonl", f"output.path={folder}/out"),
-        *("sampling.max_tokens=6", "engine.threads=1", "kv_cache.num_blocks=500", "input.rows_per_shard=4", "output.token_ids=true"),
-    ]
-    assert _app.main([*words, "progress=false"], show=False) == 3
+    assert _app.main([*words_for(tiny_model, folder), "output.token_ids=true"], show=False) == 3
     return folder
+
+
+def words_for(tiny_model: str, folder: Path) -> list[str]:
+    """What runs ``ROWS`` from and into ``folder``, in three parts."""
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return [
+        *(f"model.path={tiny_model}", "model.dtype=float32", f"input.path={folder}/in.jsonl", f"output.path={folder}/out"),
+        *("sampling.max_tokens=6", "engine.threads=1", "kv_cache.num_blocks=500", "input.rows_per_shard=4", "progress=false"),
+    ]
 
 
 @pytest.fixture
@@ -85,6 +89,26 @@ def test_a_finished_run_is_all_equal(verified: Verified, out: Path) -> None:
     assert "parts: 3, rows: 13, error rows: 2" in shown
     assert "one at a time: 10 (seed=0)" in shown  # every ok row; the two samples are one row
     assert "all equal\n" in shown
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_every_format_with_columns_is_verified_alike(verified: Verified, tiny_model: str, tmp_path: Path, kind: str) -> None:
+    assert _app.main([*words_for(tiny_model, tmp_path), f"output={kind}", "output.prefix=pm_"], show=False) == 3
+    code, shown = verified(tmp_path / "out", "rows=50")
+    assert code == 0, shown
+    assert "parts: 3, rows: 13, error rows: 2" in shown
+    assert "one at a time: 10 (seed=0)" in shown
+
+
+def test_of_batch_lines_the_files_are_verified(verified: Verified, tiny_model: str, tmp_path: Path) -> None:
+    assert _app.main([*words_for(tiny_model, tmp_path), "output=openai_batch"], show=False) == 3
+    code, shown = verified(tmp_path / "out", "rows=50")
+    assert code == 0, shown
+    assert "only the files were checked" in shown
+    flip(tmp_path / "out" / "part-00001.jsonl")
+    code, shown = verified(tmp_path / "out")
+    assert code == 3
+    assert "part-00001.jsonl: its sha256 is" in shown
 
 
 def test_which_rows_are_computed_again_depends_on_the_seed(out: Path) -> None:

@@ -65,7 +65,8 @@ class Folder:
         return rerun
 
     def rows(self) -> list[dict[str, Any]]:
-        return [row for path in sorted(self.path.glob("part-*.arrow")) for row in table_of(path).to_pylist()]
+        archive = Archive.open(self.path)
+        return [row for part in archive.parts for row in archive.rows(part, archive.columns)]
 
     def state(self) -> dict[str, Any]:
         """All that a reader of the folder sees, but for the numbers of runs."""
@@ -95,9 +96,9 @@ def finished(write_jsonl, text_job, scripted_engine, tmp_path: Path) -> Callable
     return build
 
 
-@pytest.mark.parametrize("prefix", ["", "pm_"])
-def test_the_rows_that_match_are_replaced_and_no_other(finished, new_engine, prefix: str) -> None:
-    folder = finished(prefix=prefix)
+@pytest.mark.parametrize(("kind", "prefix"), [("arrow", ""), ("arrow", "pm_"), ("parquet", ""), ("jsonl", "")])
+def test_the_rows_that_match_are_replaced_and_no_other(finished, new_engine, kind: str, prefix: str) -> None:
+    folder = finished(format=kind, prefix=prefix)
     before = folder.rows()
     engine = new_engine()
     folder.rerun(engine, "finish_reason=length")
