@@ -67,7 +67,10 @@ def _rerun(folder: str, *, where: list[str], overrides: list[str]) -> int:
     config = with_overrides(recorded(archive), overrides)
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
-    whole = open_reader(config.input, prompt_columns=job.prompt_columns, limit=config.limit)
+    known = list(archive.shards.values())
+    whole = open_reader(
+        config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=str(archive.folder.absolute())
+    )
     columns = _columns(archive, config, job=job, reader=whole)
     words = [*(word for text in where for word in ("--where", text)), *overrides]
     rerun = Rerun.begin(archive, conditions, words=words)

@@ -100,7 +100,10 @@ def _note(config: RunConfig) -> str | None:
 def _compared(archive: Archive, chosen: Sequence[Chosen], *, config: RunConfig) -> Iterator[str]:
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
-    reader = open_reader(config.input, prompt_columns=job.prompt_columns, limit=config.limit)
+    known = list(archive.shards.values())
+    reader = open_reader(
+        config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=str(archive.folder.absolute())
+    )
     job.check(reader.schema)
     alone = replace(config.kv_cache, prefix_cache=False)  # no row may rest on what another one left
     engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=alone, tokenizer=tokenizer)

@@ -129,7 +129,7 @@ def plan(
     Raises:
         ValueError: a run would be refused for its input or its columns; the message names the key.
     """
-    reader = open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
+    reader = open_reader(input, prompt_columns=job.prompt_columns, limit=limit, output_path=output.path)
     job.check(reader.schema)
     columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     PartWriter(output, schema=columns.schema)  # refuses what the format cannot write
