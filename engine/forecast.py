@@ -43,8 +43,9 @@ class Outlook:
 
     Attributes:
         num_prompt_tokens: as metrics.json counts them, once a request whatever its ``n``.
-        num_shared_tokens: those that the prefix cache serves where it keeps every block; 0 where it is off. Where some prompts
-            are scored and others not, it may serve more.
+        num_shared_tokens: those that the prefix cache serves in whole blocks where it keeps every one and a prompt comes
+            before those that go on from it; 0 where it is off. In another order each prompt may lose a token. It serves more
+            where the first tokens of a block are copied, and where some prompts are scored and others not.
         num_shareable_tokens: the same, were it on.
         num_sequence_tokens: prompts and the longest answers that they may get, each sample for itself.
         longest_sequence: most tokens of a prompt and its longest answer.

@@ -32,11 +32,14 @@ class Sequence:
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
         grammar: what may come next where the answer has a given form; None where it is free.
         beams: the search that it is a beam of; None for a plain sample.
+        draws: whether anything is to be drawn at all, or the prompt is only scored.
+        scores_prompt: whether the prompt's own probabilities are wanted.
     """
 
     __slots__ = (
         "beams",
         "blocks",
+        "draws",
         "grammar",
         "logprobs",
         "max_len",
@@ -49,6 +52,7 @@ class Sequence:
         "request",
         "rules",
         "sample_index",
+        "scores_prompt",
         "tokens",
         "top_logprobs",
         "watch",
@@ -66,6 +70,8 @@ class Sequence:
         self.tokens = array("i", request.prompt_token_ids)
         self.num_prompt = len(self.tokens)
         self.max_len = max_len
+        self.draws = request.sampling.max_tokens > 0
+        self.scores_prompt = request.sampling.prompt_logprobs is not None
         self.num_computed = 0
         self.num_cached: int | None = None  # prompt tokens found in the cache at the first admission
         self.num_lost = 0  # computed tokens whose blocks it had to give up
@@ -79,15 +85,6 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens left to compute before the next draw; a prompt that is only scored needs none for its last token."""
         return len(self.tokens) - self.num_computed - (not self.draws)
-
-    @property
-    def draws(self) -> bool:
-        """Whether anything is to be drawn at all, or the prompt is only scored."""
-        return self.request.sampling.max_tokens > 0
-
-    @property
-    def scores_prompt(self) -> bool:
-        return self.request.sampling.prompt_logprobs is not None
 
     def scores_in(self, start: int, num_tokens: int) -> range:
         """Positions of the prompt tokens that computing these tokens gives a probability for and that have none yet."""
@@ -143,6 +140,10 @@ class Sequence:
             self.top_logprobs.append(draw.top)
         if self.grammar is not None:
             self.grammar.advance(draw.token_id)
+
+    def begins_with(self, prefix: bytes) -> bool:
+        """Whether its tokens, as int32 bytes, begin with ``prefix``."""
+        return self.tokens[: len(prefix) // self.tokens.itemsize].tobytes() == prefix
 
     def block_key(self, index: int, block_size: int) -> bytes:
         """The bytes of the int32 tokens of full block ``index``: the edge label in the radix tree."""

@@ -8,11 +8,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
-from engine.kv.radix import Node, RadixTree
+from engine.kv.radix import Node, RadixTree, num_shared
 from engine.sequence import Sequence
 
 Edge = tuple[Node, bytes]
+
+# A copy of a block takes about as long as computing a token or two, so a part under this share of a block is not copied.
+_LEAST_COPIED = 0.25
+
+
+class Queue(Protocol):
+    """Whoever knows what will be asked for next."""
+
+    def begins_with(self, prefix: bytes) -> bool:
+        """Whether a waiting sequence's tokens, as int32 bytes, begin with ``prefix``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -29,21 +41,30 @@ class BlockManager:
     A block is born private to the sequence that fills it, becomes cached when it is full and published, stays cached
     when its last user goes, and is freed by eviction. Without ``prefix_cache`` blocks stay private and go straight back.
     Samples of one request fork: the blocks that are not cached have several owners until one of them writes.
+
+    Memory follows need, not the pool's size. A block that is wanted is, in this order: one that was given back; a cached
+    one that nothing in the queue begins with; one that was never written; a cached one that the queue will ask for.
+
+    With ``copies_parts`` a sequence that shares only the first tokens of a cached block starts from a copy of it. That
+    wants a format whose slots can be written one by one.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool = True) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool = True, copies_parts: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.tree = RadixTree()
-        self._free = list(range(num_blocks - 1, -1, -1))  # last in, first out: memory follows need, not the pool's size
+        self._copies_parts = copies_parts
+        self._queue: Queue | None = None
+        self._free: list[int] = []  # last in, first out
+        self._num_touched = 0  # blocks from this one on were never given out
         self._forks: dict[int, Fork] = {}
         self._copies: list[tuple[int, int]] = []
 
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now: the free ones and the cached ones that nobody uses."""
-        return len(self._free) + self.tree.num_unlocked
+        return len(self._free) + self.num_blocks - self._num_touched + self.tree.num_unlocked
 
     @property
     def num_held(self) -> int:
@@ -53,6 +74,10 @@ class BlockManager:
     @property
     def num_cached(self) -> int:
         return self.tree.num_nodes
+
+    def serve(self, queue: Queue) -> None:
+        """Keep the blocks that ``queue`` will ask for as long as there are others to evict."""
+        self._queue = queue
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
@@ -81,6 +106,7 @@ class BlockManager:
         seq.nodes = list(prefix)
         seq.blocks = [node.block for node in prefix]
         seq.num_computed = len(prefix) * self.block_size
+        self._copy_part(seq)
         reserved = self.reserve(seq, seq.num_pending)
         assert reserved, "the room was counted above"
         return True
@@ -94,6 +120,8 @@ class BlockManager:
         index = seq.num_computed // self.block_size
         shares_open = index < len(seq.blocks) and seq.blocks[index] in self._forks
         missing = self.blocks_for(seq.num_computed + num_tokens) - len(seq.blocks)
+        if missing <= 0 and not shares_open:
+            return True
         if missing + shares_open > self.num_available:
             return False
         if shares_open:
@@ -124,9 +152,10 @@ class BlockManager:
         Where a twin published the same block first, ours is freed and theirs adopted: nobody may keep pointing at a
         block that went back to the free list.
         """
-        if not self.prefix_cache:
+        num_full = seq.num_computed // self.block_size
+        if not self.prefix_cache or num_full == len(seq.nodes):
             return
-        for index in range(len(seq.nodes), seq.num_computed // self.block_size):
+        for index in range(len(seq.nodes), num_full):
             assert seq.blocks[index] not in self._forks, "wrote to a block that others hold"
             node = self.tree.add(self._last_node(seq), seq.block_key(index, self.block_size), seq.blocks[index])
             if node.block != seq.blocks[index]:
@@ -170,7 +199,7 @@ class BlockManager:
         """Assert I1-I3 over the whole pool, given every live sequence. For tests: it walks everything."""
         cached = [node.block for node in self.tree.nodes()]
         owners = Counter(block for seq in running for block in seq.blocks[len(seq.nodes) :])
-        assert sorted([*self._free, *cached, *owners]) == list(range(self.num_blocks)), "I1: a block is lost or held twice"
+        assert sorted([*self._free, *cached, *owners]) == list(range(self._num_touched)), "I1: a block is lost or held twice"
         forked = {block: num_owners for block, num_owners in owners.items() if num_owners > 1}
         assert forked == {block: fork.num_owners for block, fork in self._forks.items()}, "I1: forked means several owners"
         locks: dict[Node, int] = {}
@@ -181,15 +210,39 @@ class BlockManager:
                 assert node.block == seq.blocks[index], "a sequence points past its node's block"
                 assert node.key == seq.block_key(index, self.block_size), "a node holds other tokens"
                 locks[node] = locks.get(node, 0) + 1
-        num_unlocked = 0
-        for node in self.tree.nodes():
-            assert node.locks == locks.get(node, 0), "locks differ from the sequences that run through"
-            assert node.parent is self.tree.root or (node.parent is not None and node.parent.locks >= node.locks), "I3"
-            num_unlocked += node.locks == 0
-        assert len(cached) == self.tree.num_nodes and num_unlocked == self.tree.num_unlocked, "counters differ from the tree"
+        assert {node: node.locks for node in self.tree.nodes() if node.locks} == locks, "locks differ from the sequences that run through"
+        self.tree.check()
+
+    def _copy_part(self, seq: Sequence) -> None:
+        """Where a cached block begins like ``seq``'s next one, start from a copy of it; a token is left to compute.
+
+        Copies are made before the step writes anything, so it does not matter if the source is evicted meanwhile.
+        """
+        if not self.prefix_cache or not self._copies_parts or seq.scores_prompt:
+            return
+        start = len(seq.blocks) * self.block_size
+        next_tokens = seq.tokens[start : min(start + self.block_size, len(seq.tokens) - 1)].tobytes()
+        source = self.tree.nearest(self._last_node(seq), next_tokens)
+        num_tokens = 0 if source is None else num_shared(source.key, next_tokens)
+        if source is None or num_tokens < _LEAST_COPIED * self.block_size:
+            return
+        seq.blocks.append(self._take())
+        seq.num_computed += num_tokens
+        if seq.blocks[-1] != source.block:  # else the source was evicted for it, and holds what is wanted
+            self._copies.append((source.block, seq.blocks[-1]))
 
     def _take(self) -> int:
-        return self._free.pop() if self._free else self.tree.evict()
+        if self._free:
+            return self._free.pop()
+        if (block := self.tree.evict_idle(spare=self._is_wanted)) is not None:
+            return block
+        if self._num_touched < self.num_blocks:
+            self._num_touched += 1
+            return self._num_touched - 1
+        return self.tree.evict_spared()
+
+    def _is_wanted(self, node: Node) -> bool:
+        return self._queue is not None and self._queue.begins_with(node.prefix())
 
     def _disown(self, block: int) -> None:
         fork = self._forks[block]

@@ -6,8 +6,8 @@ tokens"; how a plan becomes tensors is not its business.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Sequence as SequenceOf
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.kv.manager import BlockManager, Edge
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Waiting sequences that are looked at in one step; the rest are behind them in prefix order and would share their fate.
 _SCAN_FACTOR = 2
-
 
 # Log probabilities that requests in flight may hold at once, beside those of the drawn tokens: about 120 bytes each in
 # Python, so half a GB. A request that asks for more than that runs when no other holds any.
@@ -75,7 +74,8 @@ class Scheduler:
             grammars=grammars,
         )
         self.stats = stats or Stats()
-        self.waiting = PrefixFirst()
+        self.waiting = PrefixFirst(block_size=kv.block_size)
+        kv.serve(self.waiting)
         self.running: list[Sequence] = []  # oldest admission first
         self._samples: dict[str | int, list[Completion]] = {}  # finished samples of each request in flight
         self._num_logprobs: dict[str | int, int] = {}  # of each request that has begun and asks for some
@@ -111,9 +111,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """The next step's chunks, decodes first; every running sequence has its blocks when this returns."""
-        grants = self._grant_budget()
         num_preemptions = self.stats.num_preemptions
-        chunks = self._continue_running(grants)
+        chunks = self._continue_running()
         if self.stats.num_preemptions == num_preemptions:
             chunks += self._admit(self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks))
         if self.has_work and (not chunks or self._num_barren_steps > self.max_len):
@@ -126,14 +125,14 @@ class Scheduler:
 
         A request's completions come together, in sample order, when its last sample is done.
         """
-        queue = deque(draws)
+        results = iter(draws)
         advanced: list[Sequence] = []
         searches: dict[Beams, None] = {}
         broken: dict[str | int, Completion] = {}
         for chunk in plan.chunks:
             seq = chunk.seq
-            scored = [queue.popleft() for _ in chunk.scores]
-            drawn = [queue.popleft() for _ in range(seq.num_draws)] if chunk.samples else []
+            scored = list(islice(results, len(chunk.scores)))
+            drawn = list(islice(results, seq.num_draws)) if chunk.samples else []
             seq.num_computed += chunk.num_tokens
             failed = next((draw for draw in (*scored, *drawn) if draw.token_id < 0), None)
             if failed is not None:
@@ -148,7 +147,7 @@ class Scheduler:
                 advanced += self._append(seq, drawn)
             elif seq.num_pending == 0:
                 advanced.append(seq)  # its prompt is scored and nothing is to be drawn
-        assert not queue, "more draws than the plan asked for"
+        assert next(results, None) is None, "more draws than the plan asked for"
         self._num_barren_steps = 0 if advanced or searches or broken else self._num_barren_steps + 1
         self.stats.record_step(
             num_seqs=len(plan.chunks),
@@ -182,25 +181,19 @@ class Scheduler:
         """Sequences that may start to run; a search keeps the places that its beams will need."""
         return self.max_num_seqs - sum(seq.num_places for seq in self.running)
 
-    def _grant_budget(self) -> dict[Sequence, int]:
-        """Tokens for each running sequence: one for everybody, so that all go on; prefills share the rest, oldest first."""
-        budget = self.max_num_batched_tokens - len(self.running)
-        grants: dict[Sequence, int] = {}
-        for seq in self.running:
-            extra = min(seq.num_pending - 1, budget)
-            grants[seq] = 1 + extra
-            budget -= extra
-        return grants
+    def _continue_running(self) -> list[Chunk]:
+        """A token for each running sequence, so that all go on; prefills share the rest of the budget, oldest first.
 
-    def _continue_running(self, grants: dict[Sequence, int]) -> list[Chunk]:
-        """Oldest first, each takes the blocks it needs; where there are none, the youngest gives way."""
+        Each takes the blocks it needs; where there are none, the youngest gives way.
+        """
         chunks: list[Chunk] = []
-        index = 0
-        while index < len(self.running):
-            seq = self.running[index]
-            if self.kv.reserve(seq, grants[seq]):
-                chunks.append(_chunk(seq, grants[seq]))
-                index += 1
+        budget = self.max_num_batched_tokens - len(self.running)
+        while len(chunks) < len(self.running):
+            seq = self.running[len(chunks)]
+            num_tokens = min(seq.num_pending, budget + 1)
+            if self.kv.reserve(seq, num_tokens):
+                chunks.append(_chunk(seq, num_tokens))
+                budget -= num_tokens - 1
             else:
                 self._preempt(self.running.pop())
         return chunks
@@ -213,22 +206,26 @@ class Scheduler:
 
     def _admit(self, budget: int) -> list[Chunk]:
         chunks: list[Chunk] = []
-        if budget == 0 or self._num_free_places <= 0 or not len(self.waiting):
+        num_places = self._num_free_places
+        if budget == 0 or num_places <= 0 or not len(self.waiting):
             return chunks
         in_flight = {edge for seq in self.running if (edge := self.kv.next_edge(seq)) is not None}
+        gate = b""  # tokens that are being computed right now: who begins with them waits
         for seq in self.waiting.candidates(limit=_SCAN_FACTOR * self.max_num_seqs):
-            if budget == 0 or self._num_free_places < seq.num_places:
+            if budget == 0 or num_places < seq.num_places:
                 break
-            if not self._logprobs_fit(seq):
+            if not self._logprobs_fit(seq) or (gate and seq.begins_with(gate)):
                 continue
             prefix = self.kv.match(seq)
             if self._twin_is_computing(self.kv.edge_after(seq, prefix), in_flight):
+                gate = seq.tokens[: (len(prefix) + 1) * self.kv.block_size].tobytes()
                 continue
             # One spare block for each sequence in flight keeps the next few steps from preempting who was just admitted.
             if not self.kv.admit(seq, prefix, spare=len(self.running)):
                 break
             self.waiting.remove(seq)
             self.running.append(seq)
+            num_places -= seq.num_places
             self._count_admission(seq)
             chunks.append(_chunk(seq, min(seq.num_pending, budget)))
             budget -= chunks[-1].num_tokens
@@ -257,12 +254,15 @@ class Scheduler:
 
     def _append(self, seq: Sequence, drawn: list[Draw]) -> list[Sequence]:
         """Give ``seq`` its draw, and each further draw to a sample that forks off. Returns all of them."""
+        self.stats.num_generated_tokens += len(drawn)
+        if len(drawn) == 1:
+            seq.append(drawn[0])
+            return [seq]
         forks = range(1, len(drawn))
         samples = [seq, *(seq.fork(sample_index=index, watch=self.admission.watch(seq.request, seq.rules)) for index in forks)]
         for sample, draw in zip(samples, drawn, strict=True):
             sample.append(draw)
         self._branch(seq, samples)
-        self.stats.num_generated_tokens += len(drawn)
         return samples
 
     def _branch(self, seq: Sequence, branch: list[Sequence]) -> None:

@@ -76,8 +76,10 @@ class OracleRunner:
 class OracleEngine(Engine):
     """The real loop, scheduler and block manager over the fake device; every step ends with a check of the pool."""
 
-    def __init__(self, *, num_blocks, block_size, vocab_size=7, budget=32, max_num_seqs=8, max_model_len=10_000, prefix_cache=True) -> None:
-        kv = BlockManager(num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache)
+    def __init__(
+        self, *, num_blocks, block_size, vocab_size=7, budget=32, max_num_seqs=8, max_model_len=10_000, prefix_cache=True, copies_parts=True
+    ) -> None:
+        kv = BlockManager(num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, copies_parts=copies_parts)
         scheduler = Scheduler(
             kv=kv,
             max_num_seqs=max_num_seqs,

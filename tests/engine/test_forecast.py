@@ -60,7 +60,10 @@ def random_requests(dice: random.Random, *, count: int, scored: float) -> list[R
 def test_counts_are_those_of_the_engine(oracle_engine, seed: int, prefix_cache: bool, scored: float) -> None:
     dice = random.Random(seed)
     block_size = dice.choice([1, 2, 4, 16])
-    engine = oracle_engine(num_blocks=4000, block_size=block_size, budget=dice.choice([8, 32, 500]), prefix_cache=prefix_cache)
+    settings = {"budget": dice.choice([8, 32, 500]), "prefix_cache": prefix_cache, "copies_parts": False}
+    engine = oracle_engine(num_blocks=4000, block_size=block_size, **settings)
+    waiting = engine.scheduler.waiting
+    waiting.candidates = lambda **_: sorted(waiting, key=lambda seq: seq.tokens.tobytes())  # prompts before those that go on from them
     forecast = forecast_like(num_blocks=4000, block_size=block_size, prefix_cache=prefix_cache)
     for request in random_requests(dice, count=40, scored=scored):
         refused, expected = forecast.submit(request), engine.submit(request)
@@ -73,6 +76,20 @@ def test_counts_are_those_of_the_engine(oracle_engine, seed: int, prefix_cache: 
         assert outlook.num_shared_tokens <= stats.num_cached_tokens
     else:
         assert outlook.num_shared_tokens == stats.num_cached_tokens
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_in_its_own_order_and_with_copies_the_engine_serves_no_less(oracle_engine, seed: int) -> None:
+    dice = random.Random(seed)
+    block_size = dice.choice([1, 2, 4, 16])
+    engine, forecast = (make(num_blocks=4000, block_size=block_size) for make in (oracle_engine, forecast_like))
+    for request in random_requests(dice, count=40, scored=0.0):
+        forecast.submit(request)
+        engine.submit(request)
+    while engine.scheduler.has_work:
+        engine.step()
+    outlook = forecast.outlook()
+    assert outlook.num_shared_tokens - outlook.num_requests <= engine.stats.num_cached_tokens < outlook.num_prompt_tokens
 
 
 def test_what_can_never_be_served_is_told_and_not_counted() -> None:
