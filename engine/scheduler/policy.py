@@ -9,33 +9,46 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import chain, groupby, islice
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.sequence import Sequence
 
+_PREFILL_TOKENS_PER_STEP = 128
+# So many sequences must come after another to be put before it for one step more. It is what keeps short answers from
+# waiting for ever, and in the window of 8,192 that the loop allows it lets the files of old rows be finished.
+_ARRIVALS_PER_STEP = 32
+
+
+_weight = attrgetter("weight")
+
 
 class _Entry(NamedTuple):
-    """Entries sort by token ids as int32 bytes, so those that begin alike are neighbours; of equal ones the older first."""
+    """Entries sort by token ids as int32 bytes, so those that begin alike are neighbours; of equal ones the older first.
+
+    ``weight`` is about the steps that the sequence will take, and more the older it is; the heavier one starts first.
+    """
 
     tokens: bytes
     arrival: int
+    weight: float
     seq: Sequence
 
-    @property
-    def size(self) -> tuple[int, int, int]:
-        """The larger one starts first: more tokens to draw, else a longer prompt, else the older."""
-        num_tokens = len(self.seq.tokens)
-        return self.seq.max_len - num_tokens, num_tokens, -self.arrival
+    @classmethod
+    def of(cls, seq: Sequence, *, arrival: int) -> _Entry:
+        num_tokens = len(seq.tokens)
+        num_steps = seq.max_len - num_tokens + num_tokens / _PREFILL_TOKENS_PER_STEP
+        return cls(seq.tokens.tobytes(), arrival, num_steps - arrival / _ARRIVALS_PER_STEP, seq)
 
 
 class PrefixFirst:
     """Waiting sequences in the depth-first order of the tree that their whole blocks form.
 
-    Neighbours share their prefix while it is hot. Among the branches of one node the one with the longest sequence goes
-    first, so that what is started last is short and the last steps are not for one long answer alone.
+    Neighbours share their prefix while it is hot. Among the branches of one node the one with the longest answer goes
+    first, so that what is started last is short and the last steps are not for one long answer alone. Preempted sequences
+    go before all others, the oldest of them in front.
 
-    The queue is taken in sweeps: what comes in meanwhile is put in order behind a sweep that is nearly used up, so nobody
-    waits for ever however many larger ones arrive. Preempted sequences go before, the oldest of them in front.
+    The order is made anew when those that came since are half as many as those that are left in it.
     """
 
     def __init__(self, *, block_size: int) -> None:
@@ -43,15 +56,15 @@ class PrefixFirst:
         self._sorted: list[_Entry] = []
         self._entries: dict[Sequence, _Entry] = {}  # the same, each found by its sequence
         self._resumed: deque[Sequence] = deque()
-        self._sweep: dict[Sequence, None] = {}
-        self._arrived: dict[Sequence, None] = {}  # in no sweep yet
+        self._ordered: dict[Sequence, None] = {}
+        self._arrived: dict[Sequence, None] = {}  # not in order yet
         self._num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return chain(self._resumed, self._sweep, self._arrived)
+        return chain(self._resumed, self._ordered, self._arrived)
 
     def add(self, seq: Sequence) -> None:
         self._enter(seq)
@@ -64,18 +77,19 @@ class PrefixFirst:
 
     def candidates(self, *, limit: int) -> list[Sequence]:
         """The first ``limit`` waiting sequences in the order to try them."""
-        if self._arrived and len(self._sweep) < limit:
-            entries = sorted(self._entries[seq] for seq in self._arrived)
-            self._sweep.update(dict.fromkeys(entry.seq for entry in _depth_first(entries, self._block_bytes)))
+        if self._arrived and 2 * len(self._arrived) >= len(self._ordered):
+            resumed = set(self._resumed)
+            entries = [entry for entry in self._sorted if entry.seq not in resumed]
+            self._ordered = {entry.seq: None for entry in _depth_first(entries, self._block_bytes)}
             self._arrived.clear()
-        return list(islice(chain(self._resumed, self._sweep), limit))
+        return list(islice(chain(self._resumed, self._ordered), limit))
 
     def remove(self, seq: Sequence) -> None:
         """Take ``seq`` out, admitted or aborted."""
         entry = self._entries.pop(seq)
         del self._sorted[bisect_left(self._sorted, entry)]
-        if seq in self._sweep:
-            del self._sweep[seq]
+        if seq in self._ordered:
+            del self._ordered[seq]
         elif seq in self._arrived:
             del self._arrived[seq]
         else:
@@ -88,22 +102,24 @@ class PrefixFirst:
 
     def _enter(self, seq: Sequence) -> None:
         self._num_arrivals += 1
-        entry = self._entries[seq] = _Entry(seq.tokens.tobytes(), self._num_arrivals, seq)
+        entry = self._entries[seq] = _Entry.of(seq, arrival=self._num_arrivals)
         insort(self._sorted, entry)  # arrivals differ, so sequences are never compared
 
 
 def _depth_first(entries: list[_Entry], width: int) -> Iterable[_Entry]:
-    """Sorted ``entries`` in depth-first order of their tree, a node every ``width`` bytes, larger branches first."""
+    """Sorted ``entries`` in depth-first order of their tree, a node every ``width`` bytes, heavier branches first."""
     open_branches = [entries]
     while open_branches:
         branch = open_branches.pop()
-        first, last = branch[0].tokens, branch[-1].tokens
-        if len(branch) == 1 or first == last:
-            yield from sorted(branch, key=lambda entry: entry.size, reverse=True)
-            continue
-        fork = _num_shared(first, last, width)  # what the first and the last of a sorted list share, all share
-        branches = [list(run) for _, run in groupby(branch, key=lambda entry: entry.tokens[fork : fork + width])]
-        open_branches += sorted(branches, key=lambda run: max(entry.size for entry in run))
+        if len(branch) == 1:
+            yield branch[0]
+        elif branch[0].tokens == branch[-1].tokens:
+            yield from sorted(branch, key=_weight, reverse=True)
+        else:
+            start = _num_shared(branch[0].tokens, branch[-1].tokens, width)  # what the ends of a sorted list share, all share
+            end = start + width
+            branches = [list(run) for _, run in groupby(branch, key=lambda entry: entry.tokens[start:end])]
+            open_branches += sorted(branches, key=lambda run: max(map(_weight, run)), reverse=True)[::-1]
 
 
 def _num_shared(first: bytes, last: bytes, width: int) -> int:

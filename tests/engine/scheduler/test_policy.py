@@ -24,24 +24,24 @@ def sequence(id, prompt, max_tokens) -> Sequence:
 
 
 def depth_first(seqs: list[Sequence], depth: int = 0) -> list[Sequence]:
-    """The definition: branches by the next block, the one with the largest sequence first; equal prompts by their size."""
+    """The definition: branches by the next block, the one with the heaviest sequence first; equal prompts by their weight."""
 
-    def size(seq):
-        return seq.max_len - seq.num_prompt, seq.num_prompt, -seq.request.id
+    def weight(seq):
+        return seq.max_len - seq.num_prompt + seq.num_prompt / 128 - seq.request.id / 32
 
     if len(seqs) == 1 or all(seq.tokens == seqs[0].tokens for seq in seqs):
-        return sorted(seqs, key=size, reverse=True)
+        return sorted(seqs, key=weight, reverse=True)
 
     def next_block(seq):
         return seq.tokens[depth : depth + BLOCK].tolist()
 
     branches = [list(run) for _, run in groupby(sorted(seqs, key=next_block), key=next_block)]
-    branches.sort(key=lambda branch: max(map(size, branch)), reverse=True)
+    branches.sort(key=lambda branch: max(map(weight, branch)), reverse=True)
     return [seq for branch in branches for seq in depth_first(branch, depth + BLOCK)]
 
 
 @given(ROWS)
-def test_the_order_is_depth_first_with_the_largest_branch_in_front(rows):
+def test_the_order_is_depth_first_with_the_heaviest_branch_in_front(rows):
     seqs = [sequence(i, *row) for i, row in enumerate(rows)]
     queue = PrefixFirst(block_size=BLOCK)
     for seq in seqs:
@@ -75,15 +75,16 @@ def test_resumed_sequences_go_first_the_oldest_in_front():
 
 
 def test_nobody_waits_for_ever():
-    """Two larger ones arrive for each that is taken; the smallest of all still gets its turn."""
+    """Two longer ones arrive for each that is taken; the shortest of all goes when 32 came for each step that it is shorter."""
     queue = PrefixFirst(block_size=BLOCK)
-    smallest = sequence(0, [9, 9, 9], 1)
-    queue.add(smallest)
-    for i in range(1, 500):
-        queue.add(sequence(2 * i, [1 + i % 7, 1], 50 + i))
-        queue.add(sequence(2 * i + 1, [1 + i % 5, 2], 50 + i))
-        taken = queue.candidates(limit=4)[0]
+    shortest = sequence(0, [9, 9], 1)
+    queue.add(shortest)
+    for i in range(1, 1000):
+        queue.add(sequence(2 * i, [1 + i % 7, 1], 11))
+        queue.add(sequence(2 * i + 1, [1 + i % 5, 2], 11))
+        taken = queue.candidates(limit=1)[0]
         queue.remove(taken)
-        if taken is smallest:
+        if taken is shortest:
+            assert i > 10 * 32 / 2
             return
     raise AssertionError("it still waits")
