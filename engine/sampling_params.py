@@ -130,6 +130,11 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on which tokens are there already."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def uses_beams(self) -> bool:
         return self.num_beams > 1
 

@@ -9,6 +9,7 @@ from array import array
 from typing import TYPE_CHECKING
 
 from engine.rules import Rules
+from engine.tally import Tally
 from engine.types import Draw, Request
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Sequence:
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
         grammar: what may come next where the answer has a given form; None where it is free.
         beams: the search that it is a beam of; None for a plain sample.
+        tally: which tokens it has and how often, where there are penalties.
         draws: whether anything is to be drawn at all, or the prompt is only scored.
         scores_prompt: whether the prompt's own probabilities are wanted.
     """
@@ -53,6 +55,7 @@ class Sequence:
         "rules",
         "sample_index",
         "scores_prompt",
+        "tally",
         "tokens",
         "top_logprobs",
         "watch",
@@ -68,6 +71,7 @@ class Sequence:
         self.beams: Beams | None = None
         self.grammar: GrammarState | None = None
         self.tokens = array("i", request.prompt_token_ids)
+        self.tally = Tally(self.tokens) if request.sampling.penalises else None
         self.num_prompt = len(self.tokens)
         self.max_len = max_len
         self.draws = request.sampling.max_tokens > 0
@@ -125,6 +129,7 @@ class Sequence:
         """A sample or a beam with the same tokens so far, which holds no blocks yet."""
         child = Sequence(self.request, max_len=self.max_len, rules=self.rules, watch=watch, sample_index=sample_index)
         child.tokens = self.tokens[:]
+        child.tally = None if self.tally is None else self.tally.fork()
         child.logprobs = list(self.logprobs)
         child.top_logprobs = list(self.top_logprobs)
         child.prompt_scores = self.prompt_scores
@@ -138,6 +143,8 @@ class Sequence:
         self.logprobs.append(draw.logprob)
         if draw.top:
             self.top_logprobs.append(draw.top)
+        if self.tally is not None:
+            self.tally.add(draw.token_id)
         if self.grammar is not None:
             self.grammar.advance(draw.token_id)
 

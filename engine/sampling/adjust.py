@@ -49,14 +49,16 @@ def penalties(logits_V: Tensor, seq: Sequence) -> None:
     Then ``frequency_penalty`` times how often the answer has the token, and ``presence_penalty`` once if it has it, are
     taken off.
     """
+    assert seq.tally is not None, "made where there are penalties"
     sampling = seq.request.sampling
-    seen = _ids(np.unique(seq.tokens), like=logits_V)
-    logits_N = logits_V[seen]
+    token_ids, counts = np.array(seq.tally.token_ids), np.array(seq.tally.counts)
+    known = token_ids < len(logits_V)
+    seen_N = torch.from_numpy(token_ids[known]).to(logits_V.device)
+    counts_N = torch.from_numpy(counts[known]).to(logits_V)
+    logits_N = logits_V[seen_N]
     penalised_N = torch.where(logits_N > 0, logits_N / sampling.repetition_penalty, logits_N * sampling.repetition_penalty)
-    logits_V[seen] = penalised_N.clamp(max=torch.finfo(penalised_N.dtype).max)  # a tiny penalty may go over what float32 holds
-    token_ids, counts = np.unique(seq.tokens[seq.num_prompt :], return_counts=True)
-    counts = torch.from_numpy(counts[token_ids < len(logits_V)]).to(logits_V)
-    logits_V[_ids(token_ids, like=logits_V)] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    penalised_N = penalised_N.clamp(max=torch.finfo(penalised_N.dtype).max)  # a tiny penalty may go over what float32 holds
+    logits_V[seen_N] = penalised_N - sampling.frequency_penalty * counts_N - sampling.presence_penalty * (counts_N > 0)
 
 
 def grammar(logits_V: Tensor, seq: Sequence) -> None:
@@ -84,10 +86,7 @@ ORDER = (
     Adjustment(lambda params: bool(params.bad_words), bad_words),
     Adjustment(lambda params: params.min_tokens > 0, min_tokens),
     Adjustment(lambda params: bool(params.logit_bias), logit_bias),
-    Adjustment(
-        lambda params: params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0,
-        penalties,
-    ),
+    Adjustment(lambda params: params.penalises, penalties),
 )
 
 
