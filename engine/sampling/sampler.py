@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.adjust import adjust
-from engine.sampling.logprobs import candidates, score
+from engine.sampling.logprobs import candidates, score, slices
 from engine.sampling.rng import uniform
 from engine.sampling.transforms import transform
 from engine.sequence import Sequence
@@ -51,6 +51,9 @@ class Sampler:
         lowest id wins. A row whose logits hold NaN or +inf gives token id NOT_A_NUMBER, one whose own rules rule out every
         token NOTHING_LEFT; both leave the others alone. The draws of a beam are its candidates, the best first.
         """
+        return [draw for rows in slices(logits_MV) for draw in self._draw_all(logits_MV[rows], seqs[rows])]
+
+    def _draw_all(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
         of_beams = [m for m, seq in enumerate(seqs) if seq.request.sampling.uses_beams]
         if not of_beams:
             return self._draw(logits_MV, seqs)
