@@ -25,13 +25,15 @@ def prefix_hashes(tokens) -> list[int]:
 class OracleRunner:
     """Verifies every read: token p may only be computed where the slots of 0..p hold the prefixes of this sequence."""
 
-    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int) -> None:
+    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, budget: int | None = None) -> None:
         self.block_size = block_size
         self.vocab_size = vocab_size
+        self.budget = budget
         self.slots: list[int | None] = [None] * (num_blocks * block_size)
         self.num_computed = 0
 
     def run(self, plan) -> list[Draw]:
+        assert self.budget is None or plan.num_tokens <= self.budget, "a step is over its budget"
         for source, target in plan.copies:
             self.slots[target * self.block_size : (target + 1) * self.block_size] = self.slots[
                 source * self.block_size : (source + 1) * self.block_size
@@ -88,7 +90,8 @@ class OracleEngine(Engine):
             eos_token_ids={EOS},
             vocab_size=1000,
         )
-        super().__init__(scheduler=scheduler, runner=OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size))
+        device = OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, budget=budget)
+        super().__init__(scheduler=scheduler, runner=device)
 
     def step(self):
         done = super().step()
