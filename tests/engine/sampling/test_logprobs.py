@@ -58,7 +58,9 @@ def test_a_beam_that_is_not_a_number_fails_alone(row, logits, bad):
     assert [draw.token_id < 0 for draw in draws] == [False, *[True] * 5, *[False] * 5, False]
 
 
-def test_samples_and_beams_in_one_batch_are_what_they_are_alone(row, logits):
+@pytest.mark.parametrize("num_rows_at_once", [1, 3, 100])
+def test_samples_and_beams_in_one_batch_are_what_they_are_alone(row, logits, num_rows_at_once, monkeypatch):
+    monkeypatch.setattr("engine.sampling.logprobs._CACHE_BYTES", num_rows_at_once * VOCAB * 4)
     seqs = [beam(row, 0), row(1, n=2), beam(row, 2, num_beams=5, logprobs=2), row(3, temperature=0)]
     sampler = Sampler(num_valid_tokens=VOCAB, seed=0)
     alone = [draw for i, seq in enumerate(seqs) for draw in sampler.draw(logits[i : i + 1], [seq])]

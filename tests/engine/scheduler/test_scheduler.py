@@ -37,7 +37,11 @@ def test_waiting_for_a_twin_ends_when_the_twin_is_aborted(oracle_engine):
 
 def test_who_waits_for_a_twin_does_not_hold_up_others(oracle_engine):
     engine = oracle_engine(num_blocks=400, block_size=16, budget=512, max_num_seqs=8)
-    for request in (*twins(3), Request(id="other", prompt_token_ids=[5, 6, 7]), *twins(5)[3:]):
+    for request in (
+        *twins(3),
+        Request(id="other", prompt_token_ids=[5, 6, 7], sampling=SamplingParams(max_tokens=3, ignore_eos=True)),
+        *twins(5)[3:],
+    ):
         engine.submit(request)
     engine.step()
     assert {seq.request.id for seq in engine.scheduler.running} == {0, "other"}
