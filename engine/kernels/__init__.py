@@ -1,0 +1,1 @@
+"""Code for one kind of hardware, behind plain functions; it knows numbers in memory, not whose they are."""
