@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from engine.kv.format import KVLayer
+from engine.kv.format import KVFormat, KVLayer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +69,11 @@ PlanT = TypeVar("PlanT")
 
 class AttentionBackend(Protocol[PlanT]):
     """Attention over the paged store for any mix of decodes and prefill chunks, causal inside each sequence."""
+
+    @property
+    def kv_format(self) -> KVFormat:
+        """The numbers of ``spec.kv_format``, laid out as this backend reads them: what the store is to be made of."""
+        ...
 
     def plan(self, inputs: AttentionInputs) -> PlanT:
         """The work that is the same for all layers: indices, masks, groups."""

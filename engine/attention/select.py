@@ -12,8 +12,8 @@ from engine.attention.backend import AttentionBackend, AttentionSpec
 
 _PACKAGE, _KEY = "engine.attention.backends", "engine.attention"
 
-# The order in which "auto" asks: the fast one, then the one that serves everything.
-AUTO_ORDER = ("sdpa", "reference")
+# The order in which "auto" asks: the fastest first, last the one that serves everything.
+AUTO_ORDER = ("cpu", "sdpa", "reference")
 
 
 def select(name: str, *, spec: AttentionSpec) -> AttentionBackend[Any]:

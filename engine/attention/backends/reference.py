@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionInputs, AttentionSpec
-from engine.kv.format import KVLayer
+from engine.kv.format import KVLayer, load_format
 
 QUERY_TILE = 8
 KV_TILE = 64
@@ -55,6 +55,7 @@ class Backend:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self.kv_format = load_format(spec.kv_format)
 
     def plan(self, inputs: AttentionInputs) -> ReferencePlan:
         num_queries = np.diff(inputs.query_starts)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionInputs, AttentionSpec
-from engine.kv.format import KVLayer
+from engine.kv.format import KVLayer, load_format
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,7 +35,7 @@ _MAX_GROUP_SLOTS = 4096
 
 def refuse(spec: AttentionSpec) -> str | None:
     if spec.batch_invariant:
-        return "engine.batch_invariant=true needs results that do not depend on the batch; use engine.attention=reference"
+        return "engine.batch_invariant=true needs a fixed order of sums; use engine.attention=reference, or cpu in bfloat16"
     return None
 
 
@@ -71,6 +71,7 @@ class Backend:
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
+        self.kv_format = load_format(spec.kv_format)
 
     def plan(self, inputs: AttentionInputs) -> SdpaPlan:
         num_queries = np.diff(inputs.query_starts)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
 
-from engine.attention.backend import AttentionInputs, AttentionSpec
+from engine.attention.backend import AttentionBackend, AttentionInputs, AttentionSpec
 from engine.attention.select import select
-from engine.kv.format import format_name, load_format
+from engine.kv.format import format_name
 from engine.kv.store import KVStore
 
 
@@ -28,7 +29,17 @@ class PagedWorld:
     """Conversations of random numbers in scattered blocks; whatever slot is not theirs holds NaN."""
 
     def __init__(
-        self, *, num_heads=3, num_kv_heads=1, head_dim=64, block_size=16, num_blocks=400, seed=0, dtype=torch.float32, device="cpu"
+        self,
+        *,
+        backend: str | Callable[[AttentionSpec], AttentionBackend] = "reference",
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=64,
+        block_size=16,
+        num_blocks=400,
+        seed=0,
+        dtype=torch.float32,
+        device="cpu",
     ) -> None:
         self.spec = AttentionSpec(
             device=torch.device(device),
@@ -41,12 +52,12 @@ class PagedWorld:
             kv_format=format_name("auto", model_dtype=str(dtype).removeprefix("torch.")),
             batch_invariant=False,
         )
-        kv_format = load_format(self.spec.kv_format)
+        self.backend = select(backend, spec=self.spec) if isinstance(backend, str) else backend(self.spec)
         self.random = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.free = list(self.random.permutation(num_blocks))
         self.store = KVStore(
-            kv_format,
+            self.backend.kv_format,
             num_layers=1,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -54,9 +65,8 @@ class PagedWorld:
             head_dim=head_dim,
             device=self.spec.device,
         )
-        layer = self.store.layer(0)
-        layer.keys.fill_(torch.nan)
-        layer.values.fill_(torch.nan)
+        nothing = torch.full((num_blocks * block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
+        self.store.write(0, nothing, nothing, torch.arange(num_blocks * block_size, device=device))
 
     def conversation(self, length: int, *, like: Conversation | None = None, num_shared: int = 0) -> Conversation:
         """A new sequence; its first ``num_shared`` positions (whole blocks) are those of ``like``, in the same blocks."""
@@ -92,17 +102,16 @@ class PagedWorld:
             block_size=self.spec.block_size,
         )
 
-    def attend(self, name: str, chunks: list[tuple[Conversation, int, int]]) -> list[torch.Tensor]:
+    def attend(self, chunks: list[tuple[Conversation, int, int]]) -> list[torch.Tensor]:
         """The backend's result for each chunk, computed in one step."""
-        backend = select(name, spec=self.spec)
         q_THD = torch.cat([c.q_PHD[start:end] for c, start, end in chunks]).to(self.spec.device)
-        o_THD = backend.attend(q_THD, self.store.layer(0), backend.plan(self.inputs(chunks)))
+        o_THD = self.backend.attend(q_THD, self.store.layer(0), self.backend.plan(self.inputs(chunks)))
         return list(o_THD.cpu().split([end - start for _, start, end in chunks]))
 
-    def expected(self, conversation: Conversation, start: int, end: int) -> torch.Tensor:
-        """Full causal attention in float64, straight from the definition."""
+    def expected(self, conversation: Conversation, start: int, end: int, *, of_values=torch.Tensor.double) -> torch.Tensor:
+        """Full causal attention in float64, straight from the definition; ``of_values`` may change the values before."""
         group = self.spec.queries_per_kv
-        q, k, v = (part.double() for part in (conversation.q_PHD[start:end], conversation.k_PKD[:end], conversation.v_PKD[:end]))
+        q, k, v = (part.double() for part in (conversation.q_PHD[start:end], conversation.k_PKD[:end], of_values(conversation.v_PKD[:end])))
         scores = torch.einsum("thd,phd->htp", q, k.repeat_interleave(group, dim=1)) * self.spec.scale
         visible = torch.arange(end) <= torch.arange(start, end)[:, None]
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)

@@ -15,7 +15,7 @@ def alone(request, paged_world):
     heads = {"num_heads": request.param[0], "num_kv_heads": request.param[1]}
     first = paged_world(**heads)
     subject = first.conversation(LENGTH)
-    return paged_world, heads, subject, first.attend("reference", [(subject, 0, LENGTH)])[0]
+    return paged_world, heads, subject, first.attend([(subject, 0, LENGTH)])[0]
 
 
 @st.composite
@@ -40,7 +40,7 @@ def test_bits_do_not_depend_on_company_chunks_or_blocks(alone, crowd):
     others = [(world.conversation(length), max(0, length - num_queries), length) for length, num_queries in crowd["others"]]
     place = min(crowd["place"], len(others))
     for start, end in zip(crowd["cuts"], crowd["cuts"][1:], strict=False):
-        result = world.attend("reference", [*others[:place], (moved, start, end), *others[place:]])[place]
+        result = world.attend([*others[:place], (moved, start, end), *others[place:]])[place]
         assert torch.equal(result, expected[start:end])
 
 
@@ -52,4 +52,4 @@ def test_bits_are_the_same_token_by_token(alone):
     for position in range(LENGTH):
         num_mates = position % 11
         step = [(mate, len(mate.q_PHD) - 1, len(mate.q_PHD)) for mate in mates[:num_mates]]
-        assert torch.equal(world.attend("reference", [*step, (moved, position, position + 1)])[-1], expected[position : position + 1])
+        assert torch.equal(world.attend([*step, (moved, position, position + 1)])[-1], expected[position : position + 1])

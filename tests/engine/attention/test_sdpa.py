@@ -23,7 +23,9 @@ def last(conversation):
 @settings(max_examples=25, deadline=None)
 def test_forests_of_shared_prefixes(paged_world, trunks, block_size, seed):
     """Every trunk has branches that leave it at some block; all of them decode in one step, in any order."""
-    world = paged_world(num_heads=2, num_kv_heads=1, head_dim=8, block_size=block_size, num_blocks=8000 // block_size, seed=seed)
+    world = paged_world(
+        backend="sdpa", num_heads=2, num_kv_heads=1, head_dim=8, block_size=block_size, num_blocks=8000 // block_size, seed=seed
+    )
     chunks = []
     for length, branches in trunks:
         trunk = world.conversation(length)
@@ -32,7 +34,7 @@ def test_forests_of_shared_prefixes(paged_world, trunks, block_size, seed):
             num_shared = min(leave_at * 16, length // block_size * block_size)
             chunks.append(last(world.conversation(num_shared + own, like=trunk, num_shared=num_shared)))
     chunks = [chunks[i] for i in world.random.permutation(len(chunks))]
-    for result, chunk in zip(world.attend("sdpa", chunks), chunks, strict=True):
+    for result, chunk in zip(world.attend(chunks), chunks, strict=True):
         torch.testing.assert_close(result.double(), world.expected(*chunk), rtol=0, atol=2e-6)
 
 

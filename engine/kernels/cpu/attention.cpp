@@ -1,0 +1,170 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention_plan.h"
+#include "attention_tile.h"
+
+namespace pagemill {
+namespace {
+
+constexpr float kLog2E = 1.44269504f;
+
+// One item of one layer: its rows' carried sums in a thread's scratch, and the walk that completes them.
+class Walk {
+public:
+    Walk(const Attention& attention, const AttentionLayer& layer, const Item& item, Scratch& scratch)
+        : attention_(attention),
+          layer_(layer),
+          item_(item),
+          scratch_(scratch),
+          head_dim_(attention.spec.kv.head_dim),
+          num_vectors_(head_dim_ / kLanes),
+          group_(attention.queries_per_kv) {}
+
+    void run() {
+        start();
+        for (int index = item_.first_span; index < item_.last_span; index++) {
+            const Span& span = attention_.spans[index];
+            const int first = std::max(item_.first_token, span.first_token), last = std::min(item_.last_token, span.last_token);
+            if (first < last) read(span, first, last, next_span(index + 1));
+        }
+        finish();
+    }
+
+private:
+    // Row of the scratch where a token's query heads begin.
+    int row_of(int token) const { return (token - item_.first_token) * group_; }
+
+    void start() {
+        const int first_dim = item_.kv_head * group_ * head_dim_, width = group_ * head_dim_;
+        for (int token = item_.first_token; token < item_.last_token; token++) {
+            const bf16* q = layer_.q + attention_.tokens[token].row * layer_.q_stride + first_dim;
+            std::copy(q, q + width, scratch_.queries.data() + std::size_t(row_of(token)) * head_dim_);
+        }
+        const std::size_t num_rows = row_of(item_.last_token);
+        std::fill_n(scratch_.maxima.begin(), num_rows, kMinusInfinity);
+        std::fill_n(scratch_.sums.begin(), num_rows, Lanes{});
+        std::fill_n(scratch_.values.begin(), num_rows * num_vectors_, Lanes{});
+    }
+
+    void finish() {
+        for (int token = item_.first_token; token < item_.last_token; token++) {
+            bf16* out = layer_.out + attention_.tokens[token].row * layer_.out_stride + item_.kv_head * group_ * head_dim_;
+            for (int row = row_of(token); row < row_of(token + 1); row++, out += head_dim_) {
+                const Lanes part = all(1.0f / sum_of(scratch_.sums[row]));
+                const Lanes* values = &scratch_.values[std::size_t(row) * num_vectors_];
+                for (int v = 0; v < num_vectors_; v++) store_bf16(out + v * kLanes, values[v] * part);
+            }
+        }
+    }
+
+    // The span that this item reads after those before `index`, null after the last.
+    const Span* next_span(int index) const {
+        for (; index < item_.last_span; index++) {
+            const Span& span = attention_.spans[index];
+            if (span.first_token < item_.last_token && item_.first_token < span.last_token) return &span;
+        }
+        return nullptr;
+    }
+
+    Tile tile_of(const Span& span, int index) const {
+        const KVLayout& kv = attention_.spec.kv;
+        const std::int32_t* blocks = attention_.blocks_of(span.sequence);
+        const int first = index * kTileTokens;
+        Tile tile;
+        tile.num_tokens = std::min(kTileTokens, attention_.length_of(span.sequence) - first);
+        for (int g = 0; g < kGroupsPerTile; g++) {
+            const unsigned position = first + std::min(g * kTokensPerGroup, (tile.num_tokens - 1) / kTokensPerGroup * kTokensPerGroup);
+            const unsigned block_size = kv.block_size;
+            const int offset = position % block_size;
+            tile.keys[g] = layer_.pool + kv.keys_at(blocks[position / block_size], item_.kv_head) + offset * head_dim_;
+            tile.values[g] = tile.keys[g] + kv.half();
+        }
+        return tile;
+    }
+
+    // The rows of tokens first .. last - 1 over the tiles of a span: all of them see all of it, or they are one sequence's,
+    // each seeing more than the one before.
+    void read(const Span& span, int first, int last, const Span* after) {
+        const int num_tiles = std::min(span.last_tile, (attention_.tokens[last - 1].visible + kTileTokens - 1) / kTileTokens);
+        Tile tile = tile_of(span, span.first_tile);
+        for (int index = span.first_tile; index < num_tiles; index++) {
+            Tile next = tile;
+            if (index + 1 < num_tiles) {
+                next = tile_of(span, index + 1);
+            } else if (after) {
+                next = tile_of(*after, after->first_tile);
+            }
+            while (attention_.tokens[first].visible <= index * kTileTokens) first++;
+            read_tile(tile, next, index * kTileTokens, row_of(first), row_of(last));
+            tile = next;
+        }
+    }
+
+    void read_tile(const Tile& tile, const Tile& next, int first_position, int first_row, int last_row) {
+        const int num_blocks = (last_row - first_row + kMaxRows - 1) / kMaxRows;
+        for (int block = 0, row = first_row; block < num_blocks; block++) {
+            const int size = (last_row - row + num_blocks - block - 1) / (num_blocks - block);
+            with_constant<kMaxRows>(size, [&](auto R) { read_rows<R>(tile, next, first_position, row); });
+            row += size;
+        }
+    }
+
+    template <int R>
+    void read_rows(const Tile& tile, const Tile& next, int first_position, int row) {
+        int visible[R];
+        for (int r = 0; r < R; r++) {
+            const Token& token = attention_.tokens[item_.first_token + (row + r) / group_];
+            visible[r] = std::min(tile.num_tokens, token.visible - first_position);
+        }
+        const int num_tokens = visible[R - 1];
+        alignas(64) float scores[R][kTileTokens];
+        alignas(64) bf16 weights[R][kTileTokens];
+        alignas(64) float decay[kLanes];
+        with_constant<kVectorsPerTile>((num_tokens + kLanes - 1) / kLanes, [&](auto V) {
+            score<R, V>(scratch_.queries.data() + std::size_t(row) * head_dim_, head_dim_, tile, next, scores);
+            if (visible[0] < V * kLanes) hide<R, V>(visible, scores);
+            weigh<R, V>(scores, attention_.spec.scale * kLog2E, &scratch_.maxima[row], &scratch_.sums[row], weights, decay);
+        });
+        Lanes* values = &scratch_.values[std::size_t(row) * num_vectors_];
+        for (int first = 0; first < num_vectors_; first += kMaxColumns) {
+            with_constant<kMaxColumns>(std::min(kMaxColumns, num_vectors_ - first), [&](auto V) {
+                add_values<R, V>(weights, decay, num_tokens, tile, next, head_dim_, first, values);
+            });
+        }
+    }
+
+    const Attention& attention_;
+    const AttentionLayer& layer_;
+    const Item& item_;
+    Scratch& scratch_;
+    const int head_dim_;
+    const int num_vectors_;  // of values in a head
+    const int group_;
+};
+
+}  // namespace
+
+Range items_of(const Attention& attention, int lot) { return {attention.first_item[lot], attention.first_item[lot + 1]}; }
+
+void attend_items(const Attention& attention, const AttentionLayer& layer, Range items, int thread) {
+    for (std::int64_t item = items.begin; item < items.end; item++) {
+        Walk(attention, layer, attention.items[item], attention.scratch[thread]).run();
+    }
+}
+
+}  // namespace pagemill
+
+using namespace pagemill;
+
+void pagemill_attend(const Attention* attention, const AttentionLayer* layer) {
+    Progress progress(1, attention->spec.num_threads);
+#pragma omp parallel num_threads(attention->spec.num_threads)
+    {
+        Team team(progress);
+        const auto lot_of = [&](int lot) { return items_of(*attention, lot); };
+        team.run_lots(lot_of, 1, [&](Range items) { attend_items(*attention, *layer, items, team.thread()); });
+    }
+}

@@ -1,0 +1,70 @@
+"""bfloat16 keys and values in the layout that the CPU kernels read: engine/kernels/cpu/kv.h has it in full.
+
+Holds the numbers of ``kv_cache.format=bf16`` in another order; knows no attention.
+Shape suffixes as in engine/kv/format.py, and N blocks, B tokens a block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.kernels.cpu.attention import TOKENS_PER_GROUP, KVLayout, declare, kv_write
+
+
+class PackedLayer:
+    """One pool, bf16 [N, K, 2, B x D]: of each block and head the keys, then the values."""
+
+    def __init__(self, library: ctypes.CDLL, *, num_blocks: int, layout: KVLayout) -> None:
+        declare(library)
+        self._library = library
+        self.layout = layout
+        self.pool = _huge_pages((num_blocks, layout.num_kv_heads, 2, layout.block_size * layout.head_dim))
+        group = (layout.block_size // TOKENS_PER_GROUP, layout.head_dim // 2, TOKENS_PER_GROUP, 2)
+        pair = (layout.block_size // 2, layout.head_dim, 2)
+        self._keys = self.pool[:, :, 0].view(num_blocks, layout.num_kv_heads, *group)
+        self._values = self.pool[:, :, 1].view(num_blocks, layout.num_kv_heads, *pair)
+
+    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+        k_TKD, v_TKD = (rows.to(torch.bfloat16).contiguous() for rows in (k_TKD, v_TKD))
+        kv_write(self._library, self.layout, self.pool, k_TKD, v_TKD, slots_T.contiguous())
+
+    def gather(self, slots_GL: Tensor) -> tuple[Tensor, Tensor]:
+        blocks, offsets = slots_GL // self.layout.block_size, slots_GL % self.layout.block_size
+        k_GLKD = self._keys[blocks, :, offsets // TOKENS_PER_GROUP, :, offsets % TOKENS_PER_GROUP].flatten(-2)
+        v_GLKD = self._values[blocks, :, offsets // 2, :, offsets % 2]
+        return k_GLKD.transpose(1, 2).contiguous(), v_GLKD.transpose(1, 2).contiguous()
+
+    def copy_block(self, source: int, target: int) -> None:
+        self.pool[target] = self.pool[source]
+
+
+def _huge_pages(shape: tuple[int, ...]) -> Tensor:
+    """An uninitialised bf16 tensor in pages of 2 MiB where the system has them: blocks lie scattered, and with small
+    pages each would cost a walk through the page table. A page is taken when it is first written, so memory follows need.
+    """
+    memory = mmap.mmap(-1, math.prod(shape) * torch.bfloat16.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel built without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFormat:
+    """Block sizes and head sizes are multiples of 16; the device is the CPU that ``library`` was built for."""
+
+    library: ctypes.CDLL
+
+    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        return 2 * block_size * num_kv_heads * head_dim * int(torch.bfloat16.itemsize)
+
+    def allocate(self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> PackedLayer:
+        assert device.type == "cpu"
+        return PackedLayer(self.library, num_blocks=num_blocks, layout=KVLayout(num_kv_heads, head_dim, block_size))
