@@ -12,18 +12,21 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionSpec
+from engine.attention.backends import cpu
 from engine.attention.select import select
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
 from engine.device import Device
 from engine.forecast import Forecast, Pool
 from engine.grammar.compiler import Grammars
-from engine.kv.format import format_name, load_format
+from engine.kv.format import format_name
 from engine.kv.manager import BlockManager
 from engine.kv.sizing import bytes_per_block, pool_size
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
 from engine.loop import Engine
+from engine.runner.forward import Forward, TorchForward
+from engine.runner.native import NativeForward
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.scheduler.admission import Admission
@@ -48,7 +51,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
 
     num_blocks = pool_size(kv_cache, block_bytes=frame.block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
     store = KVStore(
-        load_format(frame.kv_format), num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **frame.block_shape
+        frame.backend.kv_format, num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **frame.block_shape
     )
 
     num_valid_tokens = min(tokenizer.vocab_size, spec.vocab_size)
@@ -65,7 +68,8 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         stats=stats,
     )
     sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed)
-    runner = ModelRunner(decoder, store=store, backend=frame.backend, sampler=sampler, stats=stats, device=device.torch_device)
+    forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)
+    runner = ModelRunner(forward, store=store, sampler=sampler, stats=stats, device=device.torch_device)
     return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer)
 
 
@@ -109,7 +113,6 @@ class _Frame:
     dtype: torch.dtype
     spec: DecoderSpec
     max_model_len: int
-    kv_format: str
     backend: AttentionBackend[Any]
     block_shape: Mapping[str, int]
     block_bytes: int
@@ -122,18 +125,33 @@ class _Frame:
         spec = read_spec(model)
         max_model_len = _max_model_len(engine, spec)
         kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
-        backend = select(engine.attention, spec=_attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format))
+        attention = _attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format)
+        backend = select(engine.attention, spec=attention)
+        if model.weights == "int8":
+            _refuse_int8(backend, attention)
         shape = {"block_size": kv_cache.block_size, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
         return cls(
             device=device,
             dtype=dtype,
             spec=spec,
             max_model_len=max_model_len,
-            kv_format=kv_format,
             backend=backend,
             block_shape=shape,
-            block_bytes=bytes_per_block(load_format(kv_format), num_layers=spec.num_layers, **shape),
+            block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape),
         )
+
+
+def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any], max_tokens: int, weights: str) -> Forward:
+    """The CPU's kernels run the whole step where they run the attention; torch does where another backend does."""
+    if isinstance(backend, cpu.Backend):
+        return NativeForward(decoder, store=store, backend=backend, max_tokens=max_tokens, int8=weights == "int8")
+    return TorchForward(decoder, store=store, backend=backend)
+
+
+def _refuse_int8(backend: AttentionBackend[Any], spec: AttentionSpec) -> None:
+    if not isinstance(backend, cpu.Backend):
+        reason = cpu.refuse(spec) or "engine.attention names another backend"
+        raise ValueError(f"model.weights: int8 runs on the CPU's own kernels only, and here they do not: {reason}")
 
 
 def _max_model_len(engine: EngineConfig, spec: DecoderSpec) -> int:

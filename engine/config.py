@@ -34,8 +34,9 @@ class ModelConfig:
 
     ``path`` is a folder with safetensors, a hub id, a .gguf file, or ``package:NAME/FILE.gguf`` for one inside an installed
     Python package. ``sha256`` is what a .gguf file must hash to; ``fallback`` is the hub id to use where the package is
-    missing. ``dtype`` auto is bfloat16 where the hardware multiplies it natively, else float32. ``tokenizer`` (folder or
-    hub id) and ``chat_template`` (text or a file) replace the model's own.
+    missing. ``dtype`` auto is bfloat16 where the hardware multiplies it natively, else float32. ``weights`` int8 rounds the
+    projections' weights and inputs to 8 bits. ``tokenizer`` (folder or hub id) and ``chat_template`` (text or a file)
+    replace the model's own.
     """
 
     path: str
@@ -43,12 +44,14 @@ class ModelConfig:
     sha256: str | None = None
     fallback: str | None = None
     dtype: str = "auto"
+    weights: str = "native"
     tokenizer: str | None = None
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
         known = ("auto", "float32", "bfloat16", "float16")
         _require(self.dtype in known, f"model.dtype: {self.dtype!r} is not one of {', '.join(known)}")
+        _require(self.weights in ("native", "int8"), f"model.weights: {self.weights!r} is not one of native, int8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class Device:
             return cls(kind="cuda", native_bfloat16=torch.cuda.is_bf16_supported(including_emulation=False), num_threads=num_threads)
         if name == "cuda":
             raise ValueError("engine.device: cuda was asked for, but torch finds no usable GPU here; use engine.device=cpu or auto")
-        native = not _cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
+        native = not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
         return cls(kind="cpu", native_bfloat16=native, num_threads=num_threads)
 
     @property
@@ -69,7 +69,7 @@ def usable_cpus() -> int:
     return allowed
 
 
-def _cpu_flags() -> set[str]:
+def cpu_flags() -> set[str]:
     """Instruction sets as Linux names them: ``flags`` on x86, ``Features`` on Arm."""
     for line in _lines(Path("/proc/cpuinfo")):
         name, _, values = line.partition(":")

@@ -1,7 +1,7 @@
 """Turns a step's plan into the tensors that the model and the attention read.
 
 Knows sequences and their blocks; decides nothing and computes nothing of the model.
-Shape suffixes: T tokens of the step, M rows that sample, N rows that score.
+Shape suffixes: T tokens of the step, N rows that score, W rows that score or sample.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ class Batch:
         token_ids_T: the tokens to compute.
         positions_T: each token's position in its sequence.
         slots_T: where each token's keys and values go.
-        sampling_rows_M: rows of T whose logits are drawn from, in plan order.
-        scoring_rows_N: rows of T whose logits give a prompt token's probability, in plan order.
-        scored_ids_N: those prompt tokens.
+        wanted_rows_W: rows of T whose hidden states are wanted: those whose logits give a prompt token's probability, in
+            plan order, then those whose logits are drawn from, in plan order.
+        scored_ids_N: the prompt tokens whose probability is wanted.
         attention: whose rows are whose, and which blocks each sequence reads.
     """
 
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
-    sampling_rows_M: Tensor
-    scoring_rows_N: Tensor
+    wanted_rows_W: Tensor
     scored_ids_N: Tensor
     attention: AttentionInputs
 
@@ -60,12 +59,12 @@ def build_batch(plan: StepPlan, *, block_size: int, device: torch.device) -> Bat
     scoring_rows = [first + position - 1 - chunk.start for chunk, first in scores for position in chunk.scores]
     scored_ids = [chunk.seq.tokens[position] for chunk, _ in scores for position in chunk.scores]
     samples = np.array([chunk.samples for chunk in plan.chunks], dtype=bool)
+    wanted_rows = np.concatenate((np.array(scoring_rows, dtype=np.int64), query_starts[1:][samples] - 1))
     return Batch(
         token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)).to(device),
         positions_T=torch.from_numpy(positions_T).to(device),
         slots_T=torch.from_numpy(attention.slots(seq_T, positions_T)).to(device),
-        scoring_rows_N=torch.tensor(scoring_rows, dtype=torch.int64, device=device),
+        wanted_rows_W=torch.from_numpy(wanted_rows).to(device),
         scored_ids_N=torch.tensor(scored_ids, dtype=torch.int64, device=device),
-        sampling_rows_M=torch.from_numpy(query_starts[1:][samples] - 1).to(device),
         attention=attention,
     )

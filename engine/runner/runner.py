@@ -1,23 +1,22 @@
 """Runs one step on the device: the plan's tensors, the model over them, the draws.
 
 Knows the order of these and nothing of what is inside: what to compute is the scheduler's decision, how the model, the
-attention, the cache and the sampler do it is theirs.
+cache and the sampler do it is theirs.
 """
 
 from __future__ import annotations
 
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend
 from engine.kv.store import KVStore
-from engine.layers.decoder import Decoder
 from engine.runner.batch import Batch, build_batch
+from engine.runner.forward import Forward
 from engine.sampling.logprobs import score
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Sampler, wants_likeliest_only
+from engine.sequence import Sequence
 from engine.stats import Stats
 from engine.types import Draw, StepPlan
 
@@ -27,19 +26,9 @@ _SCORED_ROWS_AT_ONCE = 128  # bounds the logits of scored prompts: 128 x 150,000
 class ModelRunner:
     """The engine's device: implements ``engine.loop.Runner`` with a real model."""
 
-    def __init__(
-        self,
-        model: Decoder,
-        *,
-        store: KVStore,
-        backend: AttentionBackend[Any],
-        sampler: Sampler,
-        stats: Stats,
-        device: torch.device,
-    ) -> None:
-        self.model = model
+    def __init__(self, forward: Forward, *, store: KVStore, sampler: Sampler, stats: Stats, device: torch.device) -> None:
+        self.forward = forward
         self.store = store
-        self.backend = backend
         self.sampler = sampler
         self.stats = stats
         self.device = device
@@ -50,39 +39,48 @@ class ModelRunner:
         with self.stats.time("forward"):
             self.store.copy_blocks(plan.copies)
             batch = build_batch(plan, block_size=self.store.block_size, device=self.device)
-            hidden_TE = self._forward(batch)
-        scores = iter(self._score(plan, batch, hidden_TE))
-        draws = iter(self._draw(plan, batch, hidden_TE))
+            hidden_WE = self.forward.hidden(batch)
+        num_scored = len(batch.scored_ids_N)
+        scores = iter(self._score(plan, batch, hidden_WE[:num_scored]))
+        draws = iter(self._draw([chunk.seq for chunk in plan.sampling], hidden_WE[num_scored:]))
         return [
             result
             for chunk in plan.chunks
             for result in (*islice(scores, len(chunk.scores)), *islice(draws, chunk.seq.num_draws if chunk.samples else 0))
         ]
 
-    def _draw(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor) -> list[Draw]:
-        if len(batch.sampling_rows_M) == 0:
+    def _draw(self, seqs: list[Sequence], hidden_ME: Tensor) -> list[Draw]:
+        """Rows that want nothing but their likeliest token need no logits; the sampler gets those of the others."""
+        plain = [wants_likeliest_only(seq) for seq in seqs]
+        likeliest, drawn = iter(self._likeliest(hidden_ME, plain)), iter(self._sample(seqs, hidden_ME, plain))
+        return [
+            draw
+            for seq, is_plain in zip(seqs, plain, strict=True)
+            for draw in (islice(likeliest, 1) if is_plain else islice(drawn, seq.num_draws))
+        ]
+
+    def _likeliest(self, hidden_ME: Tensor, plain: list[bool]) -> list[Draw]:
+        if not any(plain):
             return []
         with self.stats.time("forward"):
-            logits_MV = self.model.logits(hidden_TE[batch.sampling_rows_M])
-        with self.stats.time("sample"):
-            return self.sampler.draw(logits_MV, [chunk.seq for chunk in plan.sampling])
+            rows_ME = hidden_ME if all(plain) else hidden_ME[torch.tensor(plain, device=self.device)]
+            return self.forward.greedy(rows_ME, num_valid_tokens=self.sampler.num_valid_tokens)
 
-    def _score(self, plan: StepPlan, batch: Batch, hidden_TE: Tensor) -> list[Draw]:
+    def _sample(self, seqs: list[Sequence], hidden_ME: Tensor, plain: list[bool]) -> list[Draw]:
+        if all(plain):
+            return []
+        with self.stats.time("forward"):
+            logits_MV = self.forward.logits(hidden_ME[~torch.tensor(plain, device=self.device)])
+        with self.stats.time("sample"):
+            return self.sampler.draw(logits_MV, [seq for seq, is_plain in zip(seqs, plain, strict=True) if not is_plain])
+
+    def _score(self, plan: StepPlan, batch: Batch, hidden_NE: Tensor) -> list[Draw]:
         """In slices, since a prompt has many rows and each row's logits are as wide as the vocabulary."""
         params = [chunk.seq.request.sampling for chunk in plan.chunks for _ in chunk.scores]
         scores: list[Draw] = []
         with self.stats.time("sample"):
             for start in range(0, len(params), _SCORED_ROWS_AT_ONCE):
                 rows = slice(start, start + _SCORED_ROWS_AT_ONCE)
-                logits_NV = self.model.logits(hidden_TE[batch.scoring_rows_N[rows]])
+                logits_NV = self.forward.logits(hidden_NE[rows])
                 scores += score(logits_NV, batch.scored_ids_N[rows], num_top=[p.prompt_logprobs or 0 for p in params[rows]])
         return scores
-
-    def _forward(self, batch: Batch) -> Tensor:
-        attention = self.backend.plan(batch.attention)
-
-        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            self.store.write(layer, k_TKD, v_TKD, batch.slots_T)
-            return self.backend.attend(q_THD, self.store.layer(layer), attention)
-
-        return self.model(batch.token_ids_T, batch.positions_T, attend)

@@ -102,6 +102,11 @@ def adjust(logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Tensor:
     return adjusted_MV
 
 
+def is_adjusted(seq: Sequence) -> bool:
+    """Whether ``adjust`` may change the logits of ``seq``."""
+    return bool(_steps(seq))
+
+
 def _steps(seq: Sequence) -> list[Callable[[Tensor, Sequence], None]]:
     """What a row asks for; the grammar comes last, since an answer must keep to it whatever else is asked."""
     steps = [step.apply for step in ORDER if step.wanted(seq.request.sampling)]

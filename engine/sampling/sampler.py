@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.sampling.adjust import adjust
+from engine.sampling.adjust import adjust, is_adjusted
 from engine.sampling.logprobs import candidates, score, slices
 from engine.sampling.rng import uniform
 from engine.sampling.transforms import transform
@@ -31,6 +31,13 @@ class _Row(NamedTuple):
 
     seq: Sequence
     sample_index: int
+
+
+def wants_likeliest_only(seq: Sequence) -> bool:
+    """Whether the draw for ``seq`` is the largest of its plain logits and that one's log probability, and nothing more."""
+    sampling = seq.request.sampling
+    asks_for_more = sampling.uses_beams or sampling.logprobs or sampling.logprob_token_ids
+    return sampling.greedy and not asks_for_more and seq.num_draws == 1 and not is_adjusted(seq)
 
 
 class Sampler:

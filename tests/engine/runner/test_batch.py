@@ -35,7 +35,7 @@ def test_every_token_is_where_the_plan_says(plan_and_size):
     assert batch.token_ids_T.tolist() == [seq.tokens[position] for seq, position in rows]
     assert batch.positions_T.tolist() == [position for _, position in rows]
     assert batch.slots_T.tolist() == [seq.blocks[p // block_size] * block_size + p % block_size for seq, p in rows]
-    assert [rows[row] for row in batch.sampling_rows_M.tolist()] == [(chunk.seq, len(chunk.seq.tokens) - 1) for chunk in plan.sampling]
+    assert [rows[row] for row in batch.wanted_rows_W.tolist()] == [(chunk.seq, len(chunk.seq.tokens) - 1) for chunk in plan.sampling]
 
     inputs = batch.attention
     for index, chunk in enumerate(plan.chunks):

@@ -1,0 +1,185 @@
+// Runs the layers: all threads walk through the same jobs, each of which is done before the next begins.
+//
+// The residual stream stays float32. Rows go through the products in bf16, and what a product gives is taken from the
+// registers by the function that needs it next: added to the stream, or gated.
+#include "step.h"
+
+#include <algorithm>
+
+#include "elementwise.h"
+#include "matrix.h"
+#include "product.h"
+
+namespace pagemill {
+
+// Rows that a thread takes at once through what happens to each row by itself.
+constexpr std::int64_t kRowsAtOnce = 4;
+
+constexpr int kJobsPerLayer = 4 + 4 * kJobsPerProduct;
+constexpr int kJobsOutsideLayers = 2;
+
+class Workspace {
+public:
+    Workspace(const Model& model, std::int64_t max_tokens, int num_threads)
+        : num_threads(num_threads),
+          progress(kJobsOutsideLayers + kJobsPerLayer * model.num_layers, num_threads),
+          stream(max_tokens, model.hidden_size),
+          normed(max_tokens, model.hidden_size),
+          qkv(max_tokens, (model.num_heads + 2 * model.kv.num_kv_heads) * model.kv.head_dim),
+          q(max_tokens, model.num_heads * model.kv.head_dim),
+          kv(num_threads, 2 * model.kv.num_kv_heads * model.kv.head_dim),
+          attended(max_tokens, model.num_heads * model.kv.head_dim),
+          gated(max_tokens, model.intermediate_size),
+          quantised(max_tokens, std::max({model.hidden_size, model.num_heads * model.kv.head_dim, model.intermediate_size})) {}
+
+    const int num_threads;
+    Progress progress;
+    const Matrix<float> stream;   // [T, E], the residual stream
+    const Matrix<bf16> normed;    // [T, E]
+    const Matrix<float> qkv;      // [T, (H + 2K) x D]
+    const Matrix<bf16> q;         // [T, H x D], rotated
+    const Matrix<bf16> kv;        // a thread's row of keys and values on its way to the pool
+    const Matrix<bf16> attended;  // [T, H x D]
+    const Matrix<bf16> gated;     // [T, I]
+    Quantised quantised;          // the inputs of a product with int8 weights
+};
+
+namespace {
+
+struct Store {
+    const Matrix<float>& out;
+    std::int64_t column;
+    const float* bias;
+
+    void operator()(std::int64_t row, const Sums& sums) const {
+        for (int v = 0; v < kPanelVectors; ++v)
+            store(out.row(row) + column + v * kLanes, bias ? sums[v] + load(bias + column + v * kLanes) : sums[v]);
+    }
+};
+
+struct AddToStream {
+    const Matrix<float>& stream;
+    std::int64_t column;
+    const float* bias;
+
+    void operator()(std::int64_t row, const Sums& sums) const {
+        float* at = stream.row(row) + column;
+        for (int v = 0; v < kPanelVectors; ++v, at += kLanes)
+            store(at, load(at) + (bias ? sums[v] + load(bias + column + v * kLanes) : sums[v]));
+    }
+};
+
+// The first half of a panel are gates, the second the ups that belong to them.
+struct Gate {
+    const Matrix<bf16>& out;
+    std::int64_t column;
+
+    void operator()(std::int64_t row, const Sums& sums) const {
+        for (int v = 0; v < kPanelVectors / 2; ++v)
+            store_bf16(out.row(row) + column + v * kLanes, silu_times(sums[v], sums[v + kPanelVectors / 2]));
+    }
+};
+
+// One thread's way through a step.
+class Walk {
+public:
+    Walk(const Model& model, Workspace& workspace, const Step& step)
+        : model_(model), work_(workspace), step_(step), team_(workspace.progress) {}
+
+    void run() {
+        embed();
+        for (int index = 0; index < model_.num_layers; ++index) {
+            const Layer& layer = model_.layers[index];
+            norm(layer.input_norm);
+            project(layer.qkv, work_.normed, [&](std::int64_t panel) { return Store{work_.qkv, panel * kPanel, layer.qkv.bias}; });
+            rotate_and_cache(layer, step_.pools[index]);
+            attend(step_.pools[index]);
+            project(layer.o, work_.attended, [&](std::int64_t panel) { return AddToStream{work_.stream, panel * kPanel, layer.o.bias}; });
+            norm(layer.post_attention_norm);
+            project(layer.gate_up, work_.normed, [&](std::int64_t panel) { return Gate{work_.gated, panel * kPanel / 2}; });
+            project(layer.down, work_.gated, [&](std::int64_t panel) { return AddToStream{work_.stream, panel * kPanel, layer.down.bias}; });
+        }
+        finish();
+    }
+
+private:
+    template <class Each>
+    void each_row(std::int64_t count, const Each& each) {
+        team_.run(count, kRowsAtOnce, [&](Range rows) {
+            for (std::int64_t row = rows.begin; row < rows.end; ++row) each(row);
+        });
+    }
+
+    void embed() {
+        each_row(step_.num_tokens, [&](std::int64_t row) {
+            widen(model_.embedding + step_.token_ids[row] * model_.hidden_size, model_.hidden_size, work_.stream.row(row));
+        });
+    }
+
+    void norm(const float* weight) {
+        each_row(step_.num_tokens, [&](std::int64_t row) {
+            rms_norm(work_.stream.row(row), weight, model_.hidden_size, model_.rms_norm_eps, work_.normed.row(row));
+        });
+    }
+
+    template <class DoneFor>
+    void project(const Weights& weights, const Matrix<bf16>& x, const DoneFor& done_for) {
+        multiply(team_, weights, x.row(0), x.stride(), step_.num_tokens, work_.quantised, done_for);
+    }
+
+    // Head norms and rotation; queries stay here, keys and values go to their slots.
+    void rotate_and_cache(const Layer& layer, bf16* pool) {
+        const std::int64_t size = model_.kv.head_dim, num_q = model_.num_heads, num_kv = model_.kv.num_kv_heads;
+        bf16* const keys = work_.kv.row(team_.thread());
+        bf16* const values = keys + num_kv * size;
+        each_row(step_.num_tokens, [&](std::int64_t row) {
+            const float* cos_sin = model_.cos_sin + step_.positions[row] * size;
+            float* head = work_.qkv.row(row);
+            for (std::int64_t h = 0; h < num_q + num_kv; ++h, head += size) {
+                const float* weight = h < num_q ? layer.q_norm : layer.k_norm;
+                if (weight != nullptr) rms_norm_head(head, weight, size, model_.rms_norm_eps);
+                rotate(head, cos_sin, size, h < num_q ? work_.q.row(row) + h * size : keys + (h - num_q) * size);
+            }
+            narrow(head, num_kv * size, values);
+            kv_write_token(model_.kv, pool, step_.slots[row], keys, values);
+        });
+    }
+
+    void attend(const bf16* pool) {
+        const AttentionLayer layer{pool, work_.q.row(0), work_.q.stride(), work_.attended.row(0), work_.attended.stride()};
+        const auto lot_of = [&](int lot) { return items_of(*step_.attention, lot); };
+        team_.run_lots(lot_of, 1, [&](Range items) { attend_items(*step_.attention, layer, items, team_.thread()); });
+    }
+
+    void finish() {
+        each_row(step_.num_wanted, [&](std::int64_t i) {
+            const float* from = work_.stream.row(step_.wanted[i]);
+            rms_norm(from, model_.final_norm, model_.hidden_size, model_.rms_norm_eps, step_.hidden + i * step_.hidden_stride);
+        });
+    }
+
+    const Model& model_;
+    Workspace& work_;
+    const Step& step_;
+    Team team_;
+};
+
+}  // namespace
+}  // namespace pagemill
+
+using namespace pagemill;
+
+extern "C" {
+
+Workspace* pagemill_workspace_create(const Model* model, std::int64_t max_tokens, std::int32_t num_threads) {
+    return new Workspace(*model, max_tokens, num_threads);
+}
+
+void pagemill_workspace_destroy(Workspace* workspace) { delete workspace; }
+
+void pagemill_step(const Model* model, Workspace* workspace, const Step* step) {
+    workspace->progress.reset();
+#pragma omp parallel num_threads(workspace->num_threads)
+    Walk(*model, *workspace, *step).run();
+}
+}

@@ -1,0 +1,60 @@
+"""What the runner needs of a model: hidden states for the rows that are wanted, and what is read off them.
+
+Knows batches and draws; ``TorchForward`` does it with torch's decoder over any attention backend, and the files beside
+this one in other ways. Shape suffixes: T tokens of the step, W wanted rows, M rows, E hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from engine.attention.backend import AttentionBackend
+from engine.kv.store import KVStore
+from engine.layers.decoder import Decoder
+from engine.runner.batch import Batch
+from engine.sampling.logprobs import score
+from engine.types import Draw
+
+
+class Forward(Protocol):
+    """A model over its paged keys and values."""
+
+    def hidden(self, batch: Batch) -> Tensor:
+        """Store the step's keys and values, and give ``batch.wanted_rows_W``'s hidden states, the final norm applied."""
+        ...
+
+    def logits(self, hidden_ME: Tensor) -> Tensor:
+        """Rows of what ``hidden`` gave -> float32 [M, V]."""
+        ...
+
+    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> list[Draw]:
+        """For each row what the sampler draws at temperature 0 with no other settings: the most likely id below
+        ``num_valid_tokens``, of equal ones the lowest, with its log-softmax over V; NOT_A_NUMBER for NaN or +inf."""
+        ...
+
+
+class TorchForward:
+    """torch's operators, on any device and in any dtype."""
+
+    def __init__(self, model: Decoder, *, store: KVStore, backend: AttentionBackend[Any]) -> None:
+        self.model = model
+        self.store = store
+        self.backend = backend
+
+    def hidden(self, batch: Batch) -> Tensor:
+        attention = self.backend.plan(batch.attention)
+
+        def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+            self.store.write(layer, k_TKD, v_TKD, batch.slots_T)
+            return self.backend.attend(q_THD, self.store.layer(layer), attention)
+
+        return self.model(batch.token_ids_T, batch.positions_T, attend)[batch.wanted_rows_W]
+
+    def logits(self, hidden_ME: Tensor) -> Tensor:
+        return self.model.logits(hidden_ME)
+
+    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> list[Draw]:
+        logits_MV = self.logits(hidden_ME)
+        return score(logits_MV, logits_MV[:, :num_valid_tokens].argmax(-1), num_top=[0] * len(hidden_ME))

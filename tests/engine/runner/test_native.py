@@ -1,0 +1,120 @@
+"""The native step behind the runner: the same draws as torch's sampler makes of its logits, and the engine's own way to it."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams
+from engine.kernels.cpu import build
+from engine.runner.forward import TorchForward
+from engine.runner.native import NativeForward
+from engine.types import NOT_A_NUMBER
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _kernels():
+    try:
+        build.load()
+    except build.Unavailable as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tiny_model, tmp_path_factory) -> str:
+    """The tiny model with heads of 16 numbers, the least that the kernels take."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"head_dim": 16}))
+    weights = load_file(folder / "model.safetensors")
+    noise = torch.Generator().manual_seed(1)
+    for name, weight in weights.items():
+        if "_proj" in name and "self_attn" in name:
+            shape = (weight.shape[0], 64) if "o_proj" in name else (2 * weight.shape[0], weight.shape[1])
+            weights[name] = torch.randn(shape, generator=noise) * 0.3
+    save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+
+def engine(path: str, *, attention: str = "auto", dtype: str = "bfloat16", weights: str = "native", **settings) -> Engine:
+    return Engine.from_config(
+        model=ModelConfig(path=path, dtype=dtype, weights=weights),
+        engine=EngineConfig(device="cpu", attention=attention, max_num_seqs=4, max_num_batched_tokens=32, **settings),
+        kv_cache=KVCacheConfig(num_blocks=64),
+    )
+
+
+def requests(**sampling) -> list[Request]:
+    prompts = [list(range(1 + seed, 41 + 3 * seed)) for seed in range(6)]
+    return [
+        Request(id=i, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=12, ignore_eos=True, **sampling))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def answers(engine: Engine, asked: list[Request]) -> dict:
+    return {completion.request_id: completion for completion in engine.generate(asked)}
+
+
+def test_bfloat16_runs_natively_and_other_settings_on_torch(wide_model, tiny_model):
+    assert isinstance(engine(wide_model).runner.forward, NativeForward)
+    for settings in ({"dtype": "float32"}, {"attention": "sdpa"}, {"attention": "reference"}):
+        assert isinstance(engine(wide_model, **settings).runner.forward, TorchForward)
+    assert isinstance(engine(tiny_model).runner.forward, TorchForward), "its heads are too small for the kernels"
+    with pytest.raises(ValueError, match=r"engine\.attention: 'cpu' cannot serve this run: .*bfloat16"):
+        engine(wide_model, dtype="float32", attention="cpu")
+
+
+def test_a_greedy_row_gets_what_the_sampler_would_draw(wide_model):
+    """Asking for logprobs takes the rows through the logits and the sampler instead of the fused head."""
+    plain = answers(engine(wide_model), requests(temperature=0.0))
+    sampled = answers(engine(wide_model), requests(temperature=0.0, logprobs=1))
+    for i, completion in plain.items():
+        assert completion.token_ids == sampled[i].token_ids
+        assert completion.cumulative_logprob == pytest.approx(sampled[i].cumulative_logprob, abs=1e-4)
+
+
+def test_a_mixed_batch_gives_each_row_its_own(wide_model):
+    kinds = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 7}, {"temperature": 0.0, "logprobs": 2}, {"temperature": 0.0, "n": 3}]
+    mixed = [requests(**kinds[i % 4])[i] for i in range(6)]
+    together = list(engine(wide_model).generate(mixed))
+    for request in mixed:
+        alone = sorted(engine(wide_model).generate([request]), key=lambda c: c.sample_index)
+        among = sorted((c for c in together if c.request_id == request.id), key=lambda c: c.sample_index)
+        assert [c.token_ids for c in among] == [c.token_ids for c in alone]
+        assert [c.logprobs for c in among] == [c.logprobs for c in alone], "native rows are the same to the bit in any company"
+
+
+def test_scores_come_from_the_same_model(wide_model):
+    asked = requests(temperature=0.0, prompt_logprobs=0)
+    native, torchs = answers(engine(wide_model), asked), answers(engine(wide_model, attention="reference", dtype="float32"), asked)
+    for i, completion in native.items():
+        assert len(completion.prompt_logprobs) == len(asked[i].prompt_token_ids) - 1
+        assert math.fsum(completion.prompt_logprobs) == pytest.approx(math.fsum(torchs[i].prompt_logprobs), rel=5e-3)
+
+
+def test_a_row_of_no_numbers_is_told(wide_model):
+    forward = engine(wide_model).runner.forward
+    hidden = torch.zeros(3, forward.decoder.head.num_in, dtype=torch.bfloat16)
+    hidden[1, 0] = torch.nan
+    assert [draw.token_id == NOT_A_NUMBER for draw in forward.greedy(hidden, num_valid_tokens=10)] == [False, True, False]
+
+
+def test_weights_in_8_bits_are_near_and_refused_where_torch_runs(wide_model, tiny_model):
+    asked = requests(temperature=0.0, prompt_logprobs=0)
+    plain, rounded = answers(engine(wide_model), asked), answers(engine(wide_model, weights="int8"), asked)
+    for i, completion in rounded.items():
+        assert completion.prompt_logprobs != plain[i].prompt_logprobs
+        assert math.fsum(completion.prompt_logprobs) == pytest.approx(math.fsum(plain[i].prompt_logprobs), rel=2e-2)
+    with pytest.raises(ValueError, match=r"model\.weights: int8 runs on the CPU's own kernels only, .*bfloat16"):
+        engine(wide_model, weights="int8", dtype="float32")
+    with pytest.raises(ValueError, match=r"model\.weights: int8 .*names another backend"):
+        engine(wide_model, weights="int8", attention="sdpa")
+    with pytest.raises(ValueError, match=r"model\.weights: 'int4' is not one of native, int8"):
+        ModelConfig(path=wide_model, weights="int4")
