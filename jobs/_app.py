@@ -18,7 +18,7 @@ from engine import Engine, SamplingParams, Tokenizer, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
-from pipeline import Job, PromptOptions, Summary, run
+from pipeline import Job, PromptOptions, RunError, Summary, run
 from pipeline.ledger import Resume
 
 T = TypeVar("T")
@@ -111,13 +111,10 @@ def make_job(name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling
 def _run(config: RunConfig) -> int:
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
-    engine: Engine | None = None
 
     def load_engine() -> Engine:
-        nonlocal engine
         _say(f"{config.name}: {job.announcement}")
-        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
-        return engine
+        return Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
 
     try:
         summary = run(
@@ -131,15 +128,9 @@ def _run(config: RunConfig) -> int:
             progress=config.progress,
             stop=Stop(),
         )
-    except OSError as error:  # a full disk, an input that went away
-        if engine is None:
-            raise
+    except RunError as error:
         _say(f"{error}; finished parts stay, and the same command goes on from there")
         return FAULT
-    except ValueError as error:
-        if engine is None:
-            raise
-        raise RuntimeError("a row or a file broke the run off, which none may") from error
     _tell(summary)
     if summary.interrupted:
         again = "the same command with resume=auto" if config.resume == "force" else "the same command again"

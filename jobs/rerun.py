@@ -14,7 +14,7 @@ from jobs._app import FAULT, INTERRUPTED, OK, ROWS_FAILED, Stop, guarded, make_j
 from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides
 from jobs._schema import RunConfig
-from pipeline import Job, OutputOptions, Summary, run
+from pipeline import Job, OutputOptions, RunError, Summary, run
 from pipeline.archive import Archive
 from pipeline.columns import OutputColumns
 from pipeline.reader import Reader, open_reader
@@ -110,13 +110,10 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
     output = config.output
     own = OutputOptions(path=str(rerun.folder), prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     config = replace(config, output=own, resume="auto")
-    engine: Engine | None = None
 
     def load_engine() -> Engine:
-        nonlocal engine
         print(f"pagemill: {rerun.num_rows:,} rows again: {job.announcement}", file=sys.stderr)
-        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
-        return engine
+        return Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
 
     try:
         return run(
@@ -129,9 +126,7 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
             progress=config.progress,
             stop=Stop(),
         )
-    except OSError as error:
-        if engine is None:
-            raise
+    except RunError as error:
         print(f"pagemill: {error}; the same command goes on from there", file=sys.stderr)
         return None
 

@@ -4,11 +4,11 @@
 """
 
 from pipeline.job import Job, TextJob
-from pipeline.ledger import Provenance
 from pipeline.prompt import PromptOptions, Prompts
+from pipeline.provenance import Provenance
 from pipeline.reader import InputOptions
 from pipeline.runner import Engine, Summary, run
-from pipeline.types import Record, RowError
+from pipeline.types import Record, RowError, RunError
 from pipeline.writer import OutputOptions
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Provenance",
     "Record",
     "RowError",
+    "RunError",
     "Summary",
     "TextJob",
     "run",

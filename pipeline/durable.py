@@ -54,16 +54,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: another line is damaged; the message names it.
     """
-    if not path.exists():
-        return []
-    values = []
-    lines = path.read_bytes().split(b"\n")
+    values, damaged = readable_lines(path)
+    if damaged:
+        raise ValueError(f"{path}, line {damaged[0]}: damaged; restore it, or use resume=force to start over")
+    return values
+
+
+def readable_lines(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """As ``read_lines``, but a damaged line is left out too; the second list has their numbers, counted from 1."""
+    values, damaged = [], []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
     for number, line in enumerate(lines[:-1], start=1):
         try:
-            values.append(dict(json.loads(line)))
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number}: damaged: {error}; use resume=force to start over") from error
-    return values
+            value = json.loads(line)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            values.append(value)
+        else:
+            damaged.append(number)
+    return values, damaged
 
 
 def json_line(value: Mapping[str, Any]) -> str:

@@ -1,46 +1,37 @@
-"""What is done and what is left in one output folder, and for which settings.
+"""What is done and what is left in one output folder.
 
-Knows no rows and no engine: it maps shards to parts and keeps the run's record beside them.
+Knows no rows, no engine and no file format: it maps shards to parts and keeps the record of both beside them.
 """
 
 from __future__ import annotations
 
-import json
+import logging
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import pyarrow as pa
-
 from pipeline import durable
+from pipeline.provenance import RunRecord
 from pipeline.types import Part, Shard
 
 Resume = Literal["auto", "never", "force"]
 
-_RECORDS = ("_run.json", "_manifest.jsonl", "_shards.jsonl")
-_WRITTEN = (*_RECORDS, "_reruns.jsonl", "errors.jsonl", "metrics.json")
+_RUN, _MANIFEST, _SHARDS, _ERRORS = "_run.json", "_manifest.jsonl", "_shards.jsonl", "errors.jsonl"
+_RECORDS = (_RUN, _MANIFEST, _SHARDS)
+_WRITTEN = (*_RECORDS, "_reruns.jsonl", _ERRORS, "metrics.json")
+_PART = re.compile(r"part-(\d{5,})\.(?!tmp)[\w.]+(?<!\.tmp)")  # no folder in it, so a record cannot lead out of this one
+_LOG = logging.getLogger(__name__)
 
 _Entry = TypeVar("_Entry", "FinishedPart", Shard)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Provenance:
-    """Where the answers come from, as JSON values that the job fills in.
-
-    ``config`` is the whole resolved configuration and ``versions`` the libraries', both for the record only.
-    ``fingerprint`` holds what changes answers: another one does not go into the same folder.
-    """
-
-    config: Mapping[str, Any]
-    fingerprint: Mapping[str, Any]
-    versions: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPart:
-    """One line of ``_manifest.jsonl``; ``rows`` counts output rows, ``errors`` those of them that failed."""
+    """One line of ``_manifest.jsonl``; ``rows`` counts output rows, ``errors`` those of them that failed, ``cut`` those that a
+    limit ended."""
 
     part: int
     file: str
@@ -58,61 +49,97 @@ class Ledger:
 
     ``_run.json`` tells settings and versions, ``_shards.jsonl`` which rows belong to which part, ``_manifest.jsonl``
     which parts are finished, ``errors.jsonl`` which rows failed. A part's lines are written before the part gets its
-    name, so a part that exists always has them; lines whose part does not exist are dropped when the folder is opened.
+    name, so a part that exists always has them; lines whose part does not exist are dropped when a run starts. A part
+    that is not what its line says is set aside under a name that begins with ``_damaged-``, and its rows are open again.
+
+    Attributes:
+        finished: the parts that are done, by index.
     """
 
-    def __init__(self, folder: Path, *, suffix: str) -> None:
-        self.folder = folder
-        self.finished: dict[int, FinishedPart] = {}
-        self._suffix = suffix
-        self._shards: dict[int, Shard] = {}
-
-    @classmethod
-    def open(cls, path: str, *, suffix: str, provenance: Provenance, schema: pa.Schema, resume: Resume) -> Ledger:
-        """Open the folder ``path`` for one run, and make it where it is missing.
+    def __init__(self, folder: Path, *, resume: Resume) -> None:
+        """Look at ``folder``, and change nothing in it.
 
         Raises:
-            ValueError: the folder cannot be written, holds parts of other settings (with the differences), or
-                is not empty where ``resume`` is "never".
+            ValueError: it is somebody else's, its record is damaged, or it is not empty where ``resume`` is "never".
         """
         if resume not in ("auto", "never", "force"):
             raise ValueError(f"resume: {resume!r} is not one of auto, never, force")
-        ledger = cls(Path(path), suffix=suffix)
-        try:
-            ledger.folder.mkdir(parents=True, exist_ok=True)
-            ledger._open(provenance, schema=schema, resume=resume)
-        except OSError as error:
-            raise ValueError(f"output.path: {path!r} cannot be written: {error.strerror}") from error
-        return ledger
+        self.folder = folder
+        self.finished: dict[int, FinishedPart] = {}
+        self._shards: dict[int, Shard] = {}
+        self._unfinished_commits: list[Path] = []
+        self._damaged: list[Path] = []
+        self._resume = resume
+        self._refuse_foreign()
+        if resume == "auto":
+            self._read_shards()
+            self._read_manifest()
+        self._goes_on = bool(self.finished or self._damaged or (resume == "auto" and any(self._working_parts())))
+        if not self._goes_on:
+            self._shards = {}
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards that are known so far, in the order of their parts."""
+        return [self._shards[index] for index in sorted(self._shards)]
+
+    def refuse_other(self, record: RunRecord) -> None:
+        """Raises ValueError where the folder holds answers that were made under other settings."""
+        if self._goes_on:
+            record.refuse_other(self.folder / _RUN)
 
     def assign(self, shards: Sequence[Shard]) -> list[Part]:
         """A part for every shard, in their order: known shards keep theirs, new ones get the next numbers.
+
+        Parts of rows that the input has no more stay, and a warning counts them.
 
         Raises:
             ValueError: the rows of a finished part have changed since; the message names the file.
         """
         known = {(shard.file, shard.first_row): index for index, shard in self._shards.items()}
-        parts, added = [], []
+        parts = []
         following = max(self._shards, default=-1) + 1
         for shard in shards:
             index = known.get((shard.file, shard.first_row))
             if index is None:
                 index, following = following, following + 1
-            if self._shards.get(index) != shard:
-                if index in self.finished:
-                    raise ValueError(
-                        f"output.path: {self.finished[index].file} holds the answers to rows {shard.first_row} and on of {shard.file}, "
-                        "which have changed since (the file, input.rows_per_shard or limit); use another output.path or resume=force"
-                    )
-                self._shards[index] = shard
-                added.append({"part": index, **asdict(shard)})
+            if index in self.finished and self._shards[index] != shard:
+                raise ValueError(
+                    f"output.path: {self.finished[index].file} holds the answers to rows {shard.first_row} and on of {shard.file}, "
+                    "which have changed since (the file, input.rows_per_shard or limit); use another output.path or resume=force"
+                )
+            self._shards[index] = shard
             parts.append(Part(index, shard))
-        durable.append_lines(self.folder / "_shards.jsonl", added)
+        gone = [self.finished[index].file for index in sorted(set(self.finished) - {part.index for part in parts})]
+        if gone:
+            _LOG.warning("output.path: %d finished parts stay, whose rows the input has no more; the first is %s", len(gone), gone[0])
         return parts
 
-    def commit(self, part: Part, *, write: Callable[[Path], None], rows: Sequence[Mapping[str, Any]]) -> FinishedPart:
+    def start(self, record: RunRecord) -> None:
+        """Make the folder agree with what was read, and write the record. Nothing in it was changed before."""
+        if not self._goes_on:
+            self._clear()
+        for path in self._unfinished_commits:
+            durable.rename(path, path.with_suffix(""))
+        for path in self._damaged:
+            _LOG.warning("%s is not what _manifest.jsonl says; its rows run again, and it is kept as _damaged-%s", path, path.name)
+            durable.rename(path, path.with_name(f"_damaged-{path.name}"))
+        record.write(self.folder / _RUN)
+        self._rewrite(_MANIFEST, (asdict(line) for line in self.finished.values()))
+        self._rewrite(_SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
+        errors, _ = durable.readable_lines(self.folder / _ERRORS)
+        self._rewrite(_ERRORS, (error for error in errors if error.get("part") in self.finished))
+        done = {self.working_part(index) for index in self.finished}
+        for path in [*self.folder.glob("part-*.*.tmp"), *self.folder.glob("part-*.new"), *(done & set(self._working_parts()))]:
+            path.unlink()
+
+    def working_part(self, index: int) -> Path:
+        """Where the answers of a part lie that is not finished."""
+        return self.folder / f"part-{index:05d}.tmp"
+
+    def commit(self, part: Part, *, suffix: str, write: Callable[[Path], None], rows: Sequence[Mapping[str, Any]]) -> FinishedPart:
         """Finish ``part``: ``write`` makes its file under a temporary name; ``rows`` are all its output rows' values."""
-        final = self.folder / (part.stem + self._suffix)
+        final = self.folder / (part.stem + suffix)
         temporary = _temporary(final)
         write(temporary)
         failed = [row for row in rows if row["status"] == "error"]
@@ -129,116 +156,93 @@ class Ledger:
         )
         keys = ("row_key", "row_id", "error_code", "error_message")
         if failed:
-            durable.append_lines(self.folder / "errors.jsonl", ({"part": part.index} | {key: row[key] for key in keys} for row in failed))
-        durable.append_lines(self.folder / "_manifest.jsonl", [asdict(finished)])
+            durable.append_lines(self.folder / _ERRORS, ({"part": part.index} | {key: row[key] for key in keys} for row in failed))
+        durable.append_lines(self.folder / _MANIFEST, [asdict(finished)])
         durable.rename(temporary, final)
+        self.working_part(part.index).unlink(missing_ok=True)
         self.finished[part.index] = finished
         return finished
 
-    def _open(self, provenance: Provenance, *, schema: pa.Schema, resume: Resume) -> None:
-        record = _run_record(provenance, schema=schema)
-        foreign = sorted(path.name for path in self._parts())
-        if foreign and not any((self.folder / name).exists() for name in _RECORDS):
+    def _refuse_foreign(self) -> None:
+        names = sorted(path.name for path in [*self._parts(), *(self.folder / name for name in _WRITTEN)] if path.exists())
+        if names and not set(names) & set(_RECORDS):
             raise ValueError(
-                f"output.path: {str(self.folder)!r} holds {foreign[0]} but no record of a run, so it is somebody else's; use another folder"
+                f"output.path: {str(self.folder)!r} holds {names[0]} but no record of a run, so it is somebody else's; use another folder"
             )
-        if resume == "never" and any(self.folder.iterdir()):
+        if self._resume == "never" and any(path.name != "_lock" for path in self.folder.iterdir()):
             raise ValueError(f"output.path: the folder {str(self.folder)!r} is not empty and resume=never; choose another")
-        if resume == "auto":
-            self._load()
-            if self.finished:
-                self._refuse_other_settings(record)
-        if not self.finished:
-            self._clear()
-        durable.replace_text(self.folder / "_run.json", json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
-    def _load(self) -> None:
-        """Read what is there, finish a commit that was interrupted, and drop what belongs to no finished part."""
-        for line in _entries(FinishedPart, durable.read_lines(self.folder / "_manifest.jsonl"), name="_manifest.jsonl"):
-            final = self.folder / line.file
-            written = _temporary(final)
-            if not final.exists() and written.exists() and durable.file_digest(written) == line.sha256:
-                durable.rename(written, final)
-            if final.exists() and final.stat().st_size != line.bytes:
+    def _read_shards(self) -> None:
+        for line in durable.read_lines(self.folder / _SHARDS):
+            index = line.pop("part", None)
+            shard = _entry(Shard, line)
+            if shard is None or not isinstance(index, int):
                 raise ValueError(
-                    f"output.path: {final} has {final.stat().st_size:,} bytes, but {line.bytes:,} when it was finished; "
-                    "take it away and run again to have its rows answered anew"
+                    f"output.path: a line of {_SHARDS} has other keys than it should; restore it, or use resume=force to start over"
                 )
-            if final.exists():
+            self._shards[index] = shard
+
+    def _read_manifest(self) -> None:
+        """Find out which parts are finished; those that no line vouches for are damaged."""
+        values, _ = durable.readable_lines(self.folder / _MANIFEST)
+        lines = [line for value in values if (line := _entry(FinishedPart, value)) is not None]
+        for line in lines:
+            if not _is_named(line) or line.part not in self._shards or line.rows < self._shards[line.part].num_rows:
+                continue
+            final = self.folder / line.file
+            if _holds(final, line):
                 self.finished[line.part] = line
-        lines = durable.read_lines(self.folder / "_shards.jsonl")
-        indices = [line.pop("part", -1) for line in lines]
-        self._shards = dict(zip(indices, _entries(Shard, lines, name="_shards.jsonl"), strict=True))
-        unknown = sorted({path.name for path in self._parts()} - {line.file for line in self.finished.values()})
-        if unknown:
+            elif not final.exists() and _holds(_temporary(final), line):
+                self.finished[line.part] = line
+                self._unfinished_commits.append(_temporary(final))
+        known = {line.file for line in self.finished.values()}
+        self._damaged = sorted(path for path in self._parts() if path.name not in known)
+        if self._damaged and not lines:
             raise ValueError(
-                f"output.path: {str(self.folder)!r} holds {unknown[0]}, which its _manifest.jsonl does not know; "
-                "use another output.path, or resume=force to start over"
+                f"output.path: {str(self.folder)!r} holds {self._damaged[0].name}, which its {_MANIFEST} does not know; "
+                "restore it, use another output.path, or resume=force to start over"
             )
-        errors = durable.read_lines(self.folder / "errors.jsonl")
-        self._rewrite("_manifest.jsonl", (asdict(line) for line in self.finished.values()))
-        self._rewrite("_shards.jsonl", ({"part": index, **asdict(shard)} for index, shard in self._shards.items()))
-        self._rewrite("errors.jsonl", (error for error in errors if error["part"] in self.finished))
-        for stale in self.folder.glob("part-*.tmp"):
-            stale.unlink()
 
     def _rewrite(self, name: str, values: Iterable[Mapping[str, Any]]) -> None:
         path = self.folder / name
         text = "".join(durable.json_line(value) for value in values)
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        if text.encode() != (path.read_bytes() if path.exists() else b""):
             durable.replace_text(path, text)
 
     def _parts(self) -> Iterator[Path]:
-        return (path for path in self.folder.glob("part-[0-9]*") if path.suffix != ".tmp")
+        return (path for path in self.folder.glob("part-*") if _PART.fullmatch(path.name))
+
+    def _working_parts(self) -> Iterator[Path]:
+        return (path for path in self.folder.glob("part-*.tmp") if path.name.count(".") == 1)
 
     def _clear(self) -> None:
-        """Take away everything that an earlier run wrote, and nothing else."""
-        self._shards = {}
-        names = ("part-[0-9]*", "errors-[0-9]*")
-        for path in [*(path for name in names for path in self.folder.glob(name)), *(self.folder / name for name in _WRITTEN)]:
+        """Take away everything that an earlier run wrote, and nothing else; the settings go last."""
+        for path in [
+            *self.folder.glob("part-[0-9]*"),
+            *self.folder.glob("errors-[0-9]*"),
+            *(self.folder / name for name in reversed(_WRITTEN)),
+        ]:
             path.unlink(missing_ok=True)
         for rerun in self.folder.glob("_rerun-[0-9]*"):
             shutil.rmtree(rerun)
         durable.sync_folder(self.folder)
 
-    def _refuse_other_settings(self, record: Mapping[str, Any]) -> None:
-        path = self.folder / "_run.json"
-        try:
-            before = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{path}: missing or damaged, so the parts' settings are unknown; use resume=force to start over") from error
-        differences = [line for key in ("fingerprint", "columns") for line in _differences(before[key], record[key], name=key)]
-        if differences:
-            raise ValueError(
-                f"output.path: {str(self.folder)!r} holds parts made with other settings:\n  "
-                + "\n  ".join(differences)
-                + "\nuse another output.path, or resume=force to start over"
-            )
+
+def _entry(kind: type[_Entry], values: Mapping[str, Any]) -> _Entry | None:
+    """``values`` as a ``kind``; None where keys or types are others."""
+    types = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(kind)}
+    if values.keys() != types.keys() or any(type(values[name]) is not types[name] for name in types):
+        return None
+    return kind(**values)
 
 
-def _entries(kind: type[_Entry], lines: Iterable[Mapping[str, Any]], *, name: str) -> list[_Entry]:
-    try:
-        return [kind(**line) for line in lines]
-    except TypeError as error:
-        raise ValueError(
-            f"output.path: a line of {name} has other keys than this version writes; use resume=force to start over"
-        ) from error
+def _is_named(line: FinishedPart) -> bool:
+    match = _PART.fullmatch(line.file)
+    return match is not None and int(match[1]) == line.part
 
 
-def _run_record(provenance: Provenance, *, schema: pa.Schema) -> dict[str, Any]:
-    columns = {field.name: str(field.type) for field in schema}
-    values = {"config": provenance.config, "fingerprint": provenance.fingerprint, "versions": provenance.versions, "columns": columns}
-    record: dict[str, Any] = json.loads(json.dumps(values))
-    return record
-
-
-def _differences(before: Any, now: Any, *, name: str) -> Iterator[str]:
-    """One line for every leaf that is not equal: where, what it was, what it is."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in sorted({*before, *now}):
-            yield from _differences(before.get(key), now.get(key), name=f"{name}.{key}")
-    elif before != now:
-        yield f"{name}: was {json.dumps(before)}, is {json.dumps(now)}"
+def _holds(path: Path, line: FinishedPart) -> bool:
+    return path.is_file() and path.stat().st_size == line.bytes and durable.file_digest(path) == line.sha256
 
 
 def _temporary(path: Path) -> Path:

@@ -13,12 +13,14 @@ import pyarrow as pa
 
 from engine import Completion, Request
 from pipeline.columns import OutputColumns, answered, failed, row_label
+from pipeline.folder import held
 from pipeline.job import Job
-from pipeline.ledger import Ledger, Provenance, Resume
+from pipeline.ledger import Ledger, Resume
 from pipeline.progress import Progress
+from pipeline.provenance import Provenance, RunRecord
 from pipeline.reader import InputOptions, Reader, open_reader
 from pipeline.report import Metrics, write_metrics
-from pipeline.types import Part, Record, RowError
+from pipeline.types import Part, Record, RowError, RunError, ShardRows
 from pipeline.writer import OutputOptions, PartWriter
 
 # Shards that are open at once: enough to keep the engine full while a slow row holds up the oldest.
@@ -49,8 +51,8 @@ class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
     ``num_resumed`` input rows were there already; ``num_cut`` answers hit a length limit; ``num_unfinished`` input rows
-    are left for the next run, none unless ``interrupted``. ``parts`` is a glob for the files that the answers are in,
-    ``metrics`` the content of metrics.json.
+    are left for the next run, none unless ``interrupted``. ``parts`` is a glob for the files that the
+    answers are in, ``metrics`` the content of metrics.json.
     """
 
     output_path: str
@@ -80,34 +82,37 @@ def run(
 ) -> Summary:
     """Read every row of ``input``, or of a ``reader`` that is open already, answer it, and write it to ``output``.
 
-    Three phases: input and output are opened and checked; then ``load_engine`` is called, unless every part is there
-    already; then the rows run. The engine is closed at the end. ``stop`` is asked between the engine's steps: once it is
-    true the run ends early, finished parts stay and ``Summary.interrupted`` is true. A KeyboardInterrupt does the same
-    wherever it lands.
+    Three phases: the output folder is taken, input and output are opened and checked, and nothing is changed; then
+    ``load_engine`` is called, unless every part is there already; then the rows run. The engine is closed at the end.
+    ``stop`` is asked between the engine's steps: once it is true the run ends early, finished parts stay and
+    ``Summary.interrupted`` is true. A KeyboardInterrupt does the same wherever it lands.
 
     Raises:
-        ValueError: something is refused; before ``load_engine`` is called unless the engine itself refuses.
+        ValueError: something is refused, before any row is computed.
+        RunError: the run began and cannot go on; finished parts stay.
     """
-    reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
-    job.check(reader.schema)
-    columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
-    writer = PartWriter(output, schema=columns.schema)
-    ledger = Ledger.open(output.path, suffix=writer.suffix, provenance=provenance, schema=columns.schema, resume=resume)
-    parts = ledger.assign(reader.shards)
-    open_parts = [part for part in parts if part.index not in ledger.finished]
+    with held(output.path) as folder:
+        ledger = Ledger(folder, resume=resume)
+        reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
+        job.check(reader.schema)
+        columns = OutputColumns(
+            reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs
+        )
+        writer = PartWriter(output, schema=columns.schema)
+        record = RunRecord(provenance, columns=columns.schema)
+        ledger.refuse_other(record)
+        parts = ledger.assign(reader.shards)
+        open_parts = [part for part in parts if part.index not in ledger.finished]
 
-    rows_total = sum(part.shard.num_rows for part in parts)
-    metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
-    mill = _Mill(
-        job=job, reader=reader, columns=columns, writer=writer, ledger=ledger, metrics=metrics, id_column=input.id_column, stop=stop
-    )
-    try:
-        interrupted = False
-        if open_parts:
-            mill.run(open_parts, load_engine=load_engine, progress=Progress(metrics, enabled=progress))
-    except KeyboardInterrupt:
-        interrupted = True
-    return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, interrupted=interrupted)
+        rows_total = sum(part.shard.num_rows for part in parts)
+        metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
+        engine = load_engine() if open_parts else None
+        ledger.start(record)
+        mill = _Mill(
+            job=job, reader=reader, columns=columns, writer=writer, ledger=ledger, metrics=metrics, id_column=input.id_column, stop=stop
+        )
+        interrupted = mill.run(open_parts, engine=engine, progress=Progress(metrics, enabled=progress)) if engine else False
+        return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, interrupted=interrupted)
 
 
 @dataclass(slots=True)
@@ -147,8 +152,8 @@ class _Mill:
     _asked: dict[str | int, _Asked] = field(default_factory=dict)
     _num_open: int = 0
 
-    def run(self, parts: Sequence[Part], *, load_engine: Callable[[], Engine], progress: Progress) -> None:
-        engine = load_engine()
+    def run(self, parts: Sequence[Part], *, engine: Engine, progress: Progress) -> bool:
+        """Answer the rows of ``parts``; true where it was stopped before the last one."""
         try:
             self.metrics.loaded()
             progress.start()
@@ -158,6 +163,13 @@ class _Mill:
                 if completion.finish_reason == "error" or len(asked.completions) == asked.num_samples:
                     del self._asked[completion.request_id]
                     self._settle(asked.shard, asked.row, self._rows(asked, row_key=str(completion.request_id)), progress)
+            return False
+        except KeyboardInterrupt:
+            return True
+        except OSError as error:
+            raise RunError(f"output.path: {error}") from error
+        except ValueError as error:  # what refuses has been asked before
+            raise RuntimeError("a row broke the run off, which none may") from error
         finally:
             progress.close()
             self.engine_numbers = engine.stats.snapshot()
@@ -183,7 +195,7 @@ class _Mill:
             while self._num_open >= MAX_OPEN_SHARDS:
                 yield None
             with self.metrics.time("read"):
-                read = next(shards)
+                read = _read(shards)
             num_rows = read.table.num_rows
             shard = _OpenShard(part, read.table, rows=[None] * num_rows, num_missing=num_rows)
             self._num_open += 1
@@ -194,15 +206,16 @@ class _Mill:
 
     def _request(self, record: Record, shard: _OpenShard, progress: Progress) -> Request | None:
         """The row's request, or None where it turned out to be an error row, which is settled at once."""
-        row_id = row_label(record.columns, id_column=self.id_column, row_key=record.row_key)
+        row_id = record.row_key
         try:
+            row_id = row_label(record.columns, id_column=self.id_column, row_key=record.row_key)
             if record.error is not None:
                 raise record.error
             with self.metrics.time("tokenise"):
                 request = self.job.request(record)
-        except RowError as error:
+        except Exception as error:  # whatever a row does to its own handling is that row's error
             self.metrics.finished(())
-            self._settle(shard, record.index, [failed(error) | {"row_id": row_id, "row_key": record.row_key}], progress)
+            self._settle(shard, record.index, [failed(_row_error(error)) | {"row_id": row_id, "row_key": record.row_key}], progress)
             return None
         prompt = request.prompt_token_ids if self.columns.token_ids else None
         self._asked[request.id] = _Asked(shard, record.index, row_id, request.sampling.n, prompt, completions=[])
@@ -218,8 +231,8 @@ class _Mill:
                 if completion.finish_reason == "error":
                     raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
                 row = answered(completion, self.job.answer(completion), prompt_token_ids=asked.prompt_token_ids)
-            except RowError as error:
-                return [failed(error, completion=completion) | {"row_id": asked.row_id, "row_key": row_key}]
+            except Exception as error:
+                return [failed(_row_error(error), completion=completion) | {"row_id": asked.row_id, "row_key": row_key}]
             rows.append(row | {"row_id": asked.row_id, "row_key": row_key})
         return rows
 
@@ -237,9 +250,23 @@ class _Mill:
         with self.metrics.time("write"):
             table = self.columns.table(shard.table, rows)
             self.ledger.commit(
-                shard.part, write=lambda path: self.writer.write(path, table), rows=[row for samples in rows for row in samples]
+                shard.part,
+                suffix=self.writer.suffix,
+                write=lambda path: self.writer.write(path, table),
+                rows=[row for samples in rows for row in samples],
             )
         self._num_open -= 1
+
+
+def _read(shards: Iterator[ShardRows]) -> ShardRows:
+    try:
+        return next(shards)
+    except (ValueError, OSError) as error:  # it was looked through before, so it changed or went away
+        raise RunError(str(error)) from error
+
+
+def _row_error(error: Exception) -> RowError:
+    return error if isinstance(error, RowError) else RowError("bad_row", f"the row cannot be handled: {type(error).__name__}: {error}")
 
 
 def _summary(

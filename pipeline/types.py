@@ -39,6 +39,10 @@ class RowError(Exception):
         super().__init__(self.message)
 
 
+class RunError(Exception):
+    """A run that began and cannot go on: the disk is full, an input went away. What is finished stays; a later run goes on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One input row.

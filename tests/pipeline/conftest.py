@@ -162,7 +162,7 @@ def run_job(tmp_path: Path, text_job: Callable[..., TextJob]) -> Callable[..., S
             input=InputOptions(path=name, **options),
             output=OutputOptions(path=str(tmp_path / out), **settings.pop("output", {})),
             provenance=Provenance(config={"any": 1}, fingerprint=fingerprint, versions={"pagemill": "test"}),
-            load_engine=lambda: engine if engine is not None else ScriptedEngine(),
+            load_engine=settings.pop("load_engine", lambda: engine if engine is not None else ScriptedEngine()),
             progress=settings.pop("progress", False),
             **settings,
         )

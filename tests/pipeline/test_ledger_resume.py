@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -183,17 +184,62 @@ def test_a_part_that_was_taken_away_is_computed_again(run_job, read_parts, write
     assert sorted(errors) == sorted(f"in.jsonl:{i}" for i in range(40))
 
 
-def test_a_part_that_was_cut_is_named_and_can_be_computed_again(run_job, write_jsonl, read_parts, tmp_path) -> None:
+def cut(out: Path) -> None:
+    part = out / "part-00002.arrow"
+    part.write_bytes(part.read_bytes()[:-9])
+
+
+def flip(out: Path) -> None:
+    part = out / "part-00002.arrow"
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+
+
+def edit(key: str, value: Any) -> Callable[[Path], None]:
+    def change(out: Path) -> None:
+        lines = [line | {key: value} if line["part"] == 2 else line for line in manifest(out)]
+        (out / "_manifest.jsonl").write_text("".join(durable.json_line(line) for line in lines))
+
+    return change
+
+
+def garble(out: Path) -> None:
+    lines = [("oops" if line["part"] == 2 else json.dumps(line)) + "\n" for line in manifest(out)]
+    (out / "_manifest.jsonl").write_text("".join(lines))
+
+
+DAMAGES = {
+    "cut": cut,
+    "flipped bit": flip,
+    "sha256": edit("sha256", "0" * 64),
+    "bytes": edit("bytes", 5),
+    "rows": edit("rows", 3),
+    "type": edit("rows", "8"),
+    "file": edit("file", "../part-00002.arrow"),
+    "part": edit("part", 77),
+    "no JSON": garble,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_part_that_its_line_does_not_vouch_for_is_kept_aside_and_runs_again(
+    run_job, write_jsonl, read_parts, scripted_engine, tmp_path, caplog, damage: str
+) -> None:
     path = write_jsonl(ROWS)
     run_job(path)
-    whole = read_parts().to_pylist()
-    part = tmp_path / "out" / "part-00002.arrow"
-    part.write_bytes(part.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"part-00002\.arrow has .* bytes"):
-        run_job(path)
-    part.unlink()
-    run_job(path)
-    assert read_parts().to_pylist() == whole
+    whole, out = read_parts(), tmp_path / "out"
+    lines = sorted((out / "_manifest.jsonl").read_text().splitlines())
+    DAMAGES[damage](out)
+    damaged = (out / "part-00002.arrow").read_bytes()
+    engine = scripted_engine()
+    summary = run_job(path, engine=engine)
+    assert (summary.num_rows, summary.num_resumed, len(engine.asked)) == (40, 32, 8)
+    assert read_parts().equals(whole)
+    assert sorted((out / "_manifest.jsonl").read_text().splitlines()) == lines
+    assert (out / "_damaged-part-00002.arrow").read_bytes() == damaged
+    assert "part-00002.arrow is not what _manifest.jsonl says" in caplog.text
+    assert run_job(path).num_resumed == 40
 
 
 def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_path) -> None:
@@ -206,31 +252,65 @@ def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_pat
 
 
 @pytest.mark.parametrize("resume", ["auto", "force"])
-def test_a_folder_of_somebody_else_is_left_alone(run_job, write_jsonl, tmp_path, resume: str) -> None:
-    theirs = tmp_path / "out" / "part-00000.parquet"
+@pytest.mark.parametrize("name", ["part-00000.parquet", "metrics.json", "errors.jsonl"])
+def test_a_folder_of_somebody_else_is_left_alone(run_job, write_jsonl, tmp_path, resume: str, name: str) -> None:
+    theirs = tmp_path / "out" / name
     theirs.parent.mkdir()
     theirs.write_bytes(b"precious")
-    with pytest.raises(ValueError, match=r"part-00000\.parquet but no record of a run"):
+    with pytest.raises(ValueError, match=rf"{name} but no record of a run"):
         run_job(write_jsonl(ROWS), resume=resume)
     assert theirs.read_bytes() == b"precious"
-    assert [path.name for path in theirs.parent.iterdir()] == [theirs.name]
+    assert [path.name for path in theirs.parent.iterdir()] == [name]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("_manifest.jsonl", '{"part": 0}\n', "other keys"),
-        ("_manifest.jsonl", 'oops\n{"part": 0}\n', r"_manifest\.jsonl, line 1: damaged"),
-        ("_shards.jsonl", '{"file": 0}\n', "other keys"),
-        ("_run.json", "{", r"_run\.json: missing or damaged"),
-    ],
-)
-def test_damaged_records_are_named(run_job, write_jsonl, tmp_path, name: str, text: str, words: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", "5", '"a"', "null", "{", "{}", '{"part": 0}', "\x00\x01", '[{"a": 1}]'])
+@pytest.mark.parametrize("name", ["_run.json", "_manifest.jsonl", "_shards.jsonl"])
+def test_a_damaged_record_is_refused_and_nothing_is_touched(run_job, write_jsonl, tmp_path, name: str, text: str) -> None:
+    path, out = write_jsonl(ROWS), tmp_path / "out"
+    run_job(path)
+    (out / name).write_text(text + "\n")
+    before = {file.name: file.read_bytes() for file in out.iterdir()}
+    with pytest.raises(ValueError, match=rf"(?s){name}.*resume=force"):
+        run_job(path)
+    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    assert run_job(path, resume="force").num_rows == 40
+
+
+def test_a_damaged_list_of_errors_is_no_reason_to_stop(run_job, write_jsonl, tmp_path) -> None:
+    path = write_jsonl([{"prompt": ""} for _ in range(20)])
+    run_job(path)
+    errors = tmp_path / "out" / "errors.jsonl"
+    lines = errors.read_text().splitlines(keepends=True)
+    errors.write_text("oops\n[]\n{}\n" + "".join(lines))
+    (tmp_path / "out" / "part-00001.arrow").unlink()
+    run_job(path)
+    assert sorted(errors.read_text().splitlines(keepends=True)) == sorted(lines)
+
+
+@pytest.mark.parametrize("name", ["input", "engine"])
+def test_a_refused_start_over_takes_nothing_away(run_job, write_jsonl, tmp_path, name: str) -> None:
     path = write_jsonl(ROWS)
     run_job(path)
-    (tmp_path / "out" / name).write_text(text)
-    with pytest.raises(ValueError, match=words):
-        run_job(path)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
+
+    def refuse() -> NoReturn:
+        raise ValueError("model.path: no")
+
+    with pytest.raises(ValueError, match=r"model\.path: no|input\.path"):
+        run_job(tmp_path / "nothing.jsonl" if name == "input" else path, load_engine=refuse, resume="force")
+    assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == before
+
+
+def test_rows_that_went_away_keep_their_parts(run_job, read_parts, write_jsonl, tmp_path, caplog) -> None:
+    write_jsonl(ROWS[:16], "in/a.jsonl")
+    write_jsonl(ROWS[16:], "in/b.jsonl")
+    run_job(tmp_path / "in")
+    whole = read_parts()
+    (tmp_path / "in" / "a.jsonl").unlink()
+    summary = run_job(tmp_path / "in")
+    assert (summary.num_rows, summary.num_unfinished) == (24, 0)
+    assert "2 finished parts stay, whose rows the input has no more" in caplog.text
+    assert read_parts().equals(whole)
 
 
 def test_an_output_that_cannot_be_is_refused(run_job, write_jsonl, tmp_path) -> None:

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipeline import RunError
+
 
 def reversed_words(prompt: str) -> str:
     return " ".join(reversed(prompt.split(" ")))
@@ -110,6 +112,53 @@ def test_shards_of_nothing_but_errors_do_not_stop_the_job(run_job, read_parts, w
     summary = run_job(write_jsonl(rows))
     assert (summary.num_ok, summary.num_errors) == (15, 85)
     assert read_parts()["id"].to_pylist() == list(range(100))
+
+
+def test_whatever_one_row_does_to_its_handling_is_its_own_error(run_job, read_parts, write_jsonl, text_job, tmp_path) -> None:
+    class Fragile(type(text_job())):
+        def request(self, record):
+            if record.columns["tag"] == "ask":
+                raise KeyError("no such thing")
+            return super().request(record)
+
+        def answer(self, completion):
+            if completion.text == "answer":
+                raise ZeroDivisionError("by nothing")
+            return super().answer(completion)
+
+    rows = [{"id": i, "prompt": "answer" if i == 4 else f"row {i}", "tag": "ask" if i == 2 else None} for i in range(20)]
+    summary = run_job(write_jsonl(rows), job=Fragile(text_job().prompts))
+    table = read_parts()
+    assert (summary.num_ok, summary.num_errors) == (18, 2)
+    assert [i for i, code in enumerate(table["error_code"].to_pylist()) if code == "bad_row"] == [2, 4]
+    assert "KeyError: 'no such thing'" in table["error_message"][2].as_py()
+    assert "ZeroDivisionError: by nothing" in table["error_message"][4].as_py()
+
+
+def test_an_id_that_cannot_be_read_is_its_rows_error(run_job, read_parts, tmp_path) -> None:
+    ids = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())  # not UTF-8, which Parquet does not check
+    pq.write_table(pa.table({"id": ids, "prompt": ["x", "y", "z"]}), tmp_path / "in.parquet")
+    run_job(tmp_path / "in.parquet")
+    table = read_parts()
+    assert table["row_id"].to_pylist() == ["a", "in.parquet:1", "c"]
+    assert table["error_code"].to_pylist() == [None, "bad_row", None]
+
+
+def test_an_input_that_goes_away_breaks_the_run_off(run_job, read_parts, write_jsonl, tmp_path, scripted_engine) -> None:
+    for name in "abcdefgh":
+        write_jsonl(prompts(8), f"in/{name}.jsonl")
+    run_job(tmp_path / "in", out="whole")
+
+    class Vanishing(scripted_engine):
+        def generate(self, requests):
+            (tmp_path / "in" / "g.jsonl").rename(tmp_path / "away")
+            return super().generate(requests)
+
+    with pytest.raises(RunError, match=r"g\.jsonl"):
+        run_job(tmp_path / "in", engine=Vanishing(max_waiting=4))
+    (tmp_path / "away").rename(tmp_path / "in" / "g.jsonl")
+    assert run_job(tmp_path / "in").num_resumed > 0
+    assert read_parts().equals(read_parts("whole"))
 
 
 def resident_bytes() -> int:
