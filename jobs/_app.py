@@ -146,6 +146,8 @@ def _tell(summary: Summary) -> None:
     before = f" ({summary.num_resumed:,} of them from an earlier run)" if summary.num_resumed else ""
     rows = "1 row" if summary.num_rows == 1 else f"{summary.num_rows:,} rows"
     print(f"{rows}{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    if summary.num_waiting:
+        print(f"{summary.num_waiting:,} more are answered and wait for the rest of their part")
     if numbers.get("prompt_tokens"):
         print(
             f"{numbers['prompt_tokens']:,} prompt tokens ({numbers['prefix_hit_rate']:.0%} of them from the prefix cache), "

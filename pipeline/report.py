@@ -79,7 +79,8 @@ class Metrics:
     def summary(self, *, rows_ok: int, rows_error: int, engine: Mapping[str, Any]) -> dict[str, Any]:
         """The content of metrics.json.
 
-        ``rows`` = rows_ok + rows_error are the output's, rows_resumed among them; tokens and seconds are this run's.
+        ``rows`` = rows_ok + rows_error are those of the finished parts; ``rows_resumed`` input rows were answered before.
+        Tokens and seconds are this run's.
         Rates are over the time since the engine was ready. ``tail_s`` runs from the last request that the engine took.
         """
         seconds = self.run_seconds

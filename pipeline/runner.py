@@ -5,6 +5,7 @@ Holds at most a few shards in memory; it does not know how rows are read, asked,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -15,6 +16,7 @@ from engine import Completion, Request
 from pipeline.columns import OutputColumns, answered, failed, row_label
 from pipeline.folder import held
 from pipeline.job import Job
+from pipeline.journal import FLUSH_SECONDS, Answers, Journal
 from pipeline.ledger import Ledger, Resume
 from pipeline.progress import Progress
 from pipeline.provenance import Provenance, RunRecord
@@ -50,8 +52,9 @@ class Engine(Protocol):
 class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
-    ``num_resumed`` input rows were there already; ``num_cut`` answers hit a length limit; ``num_unfinished`` input rows
-    are left for the next run, none unless ``interrupted``. ``parts`` is a glob for the files that the
+    ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length limit. Unless ``interrupted``,
+    nothing is left: ``num_waiting`` input rows are answered and kept, and wait for the rest of their part, and
+    ``num_unanswered`` are left for the next run. ``parts`` is a glob for the files that the
     answers are in, ``metrics`` the content of metrics.json.
     """
 
@@ -62,7 +65,8 @@ class Summary:
     num_errors: int
     num_cut: int
     num_resumed: int
-    num_unfinished: int
+    num_waiting: int
+    num_unanswered: int
     interrupted: bool
     metrics: Mapping[str, Any]
 
@@ -109,20 +113,29 @@ def run(
         engine = load_engine() if open_parts else None
         ledger.start(record)
         mill = _Mill(
-            job=job, reader=reader, columns=columns, writer=writer, ledger=ledger, metrics=metrics, id_column=input.id_column, stop=stop
+            job=job,
+            reader=reader,
+            columns=columns,
+            writer=writer,
+            ledger=ledger,
+            metrics=metrics,
+            id_column=input.id_column,
+            stop=stop,
+            progress=Progress(metrics, enabled=progress),
         )
-        interrupted = mill.run(open_parts, engine=engine, progress=Progress(metrics, enabled=progress)) if engine else False
+        interrupted = mill.run(open_parts, engine=engine) if engine is not None else False
         return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, interrupted=interrupted)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _OpenShard:
     """A shard whose rows are being answered; ``rows[i]`` are input row ``i``'s output rows, None until they are there."""
 
     part: Part
     table: pa.Table
-    rows: list[list[dict[str, Any]] | None]
+    rows: list[Answers | None]
     num_missing: int
+    journal: Journal
 
 
 class _Asked(NamedTuple):
@@ -148,21 +161,22 @@ class _Mill:
     metrics: Metrics
     id_column: str | None
     stop: Callable[[], bool]
+    progress: Progress
     engine_numbers: Mapping[str, Any] = field(default_factory=dict)
     _asked: dict[str | int, _Asked] = field(default_factory=dict)
-    _num_open: int = 0
+    _open: list[_OpenShard] = field(default_factory=list)
+    _flushed_s: float = 0.0
 
-    def run(self, parts: Sequence[Part], *, engine: Engine, progress: Progress) -> bool:
+    def run(self, parts: Sequence[Part], *, engine: Engine) -> bool:
         """Answer the rows of ``parts``; true where it was stopped before the last one."""
         try:
             self.metrics.loaded()
-            progress.start()
-            for completion in engine.generate(self._until_stopped(self._requests(parts, progress))):
-                asked = self._asked[completion.request_id]
-                asked.completions.append(completion)
-                if completion.finish_reason == "error" or len(asked.completions) == asked.num_samples:
-                    del self._asked[completion.request_id]
-                    self._settle(asked.shard, asked.row, self._rows(asked, row_key=str(completion.request_id)), progress)
+            self.progress.start()
+            try:
+                for completion in engine.generate(self._until_stopped(self._requests(parts))):
+                    self._take(completion)
+            finally:
+                self._flush()
             return False
         except KeyboardInterrupt:
             return True
@@ -171,40 +185,66 @@ class _Mill:
         except ValueError as error:  # what refuses has been asked before
             raise RuntimeError("a row broke the run off, which none may") from error
         finally:
-            progress.close()
+            self.progress.close()
             self.engine_numbers = engine.stats.snapshot()
             engine.close()
+            for shard in self._open:
+                shard.journal.close()
+
+    def _take(self, completion: Completion) -> None:
+        asked = self._asked[completion.request_id]
+        asked.completions.append(completion)
+        if completion.finish_reason == "error" or len(asked.completions) == asked.num_samples:
+            del self._asked[completion.request_id]
+            self._settle(asked.shard, asked.row, self._rows(asked, row_key=str(completion.request_id)))
 
     def _until_stopped(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
-        """The engine pulls before each step, to the last row's end: the one place where stopping breaks nothing."""
+        """The engine pulls before each step, to the last row's end."""
         for request in requests:
-            self._stop_if_asked()
+            self._tick()
             yield request
         while self._asked:
-            self._stop_if_asked()
+            self._tick()
             yield None
 
-    def _stop_if_asked(self) -> None:
+    def _tick(self) -> None:
+        """Between two steps: the one place where stopping breaks nothing."""
         if self.stop():
             raise KeyboardInterrupt
+        if time.monotonic() - self._flushed_s >= FLUSH_SECONDS:
+            self._flush()
 
-    def _requests(self, parts: Sequence[Part], progress: Progress) -> Iterator[Request | None]:
+    def _flush(self) -> None:
+        for shard in self._open:
+            shard.journal.flush()
+        self._flushed_s = time.monotonic()
+
+    def _requests(self, parts: Sequence[Part]) -> Iterator[Request | None]:
         """What to ask, in input order, at most ``MAX_OPEN_SHARDS`` shards ahead of the oldest unfinished row."""
         shards = self.reader.read([part.shard for part in parts])
         for part in parts:
-            while self._num_open >= MAX_OPEN_SHARDS:
+            while len(self._open) >= MAX_OPEN_SHARDS:
                 yield None
             with self.metrics.time("read"):
                 read = _read(shards)
-            num_rows = read.table.num_rows
-            shard = _OpenShard(part, read.table, rows=[None] * num_rows, num_missing=num_rows)
-            self._num_open += 1
+            shard = self._opened(part, read.table)
             for record in read.records:
-                request = self._request(record, shard, progress)
-                if request is not None:
+                if shard.rows[record.index] is None and (request := self._request(record, shard)) is not None:
                     yield request
 
-    def _request(self, record: Record, shard: _OpenShard, progress: Progress) -> Request | None:
+    def _opened(self, part: Part, table: pa.Table) -> _OpenShard:
+        """A shard to answer, with the rows that an earlier run answered."""
+        journal = Journal(self.ledger.working_part(part.index), shard=part.shard, schema=self.columns.added)
+        done = journal.take_over()
+        self.metrics.rows_resumed += len(done)
+        rows = [done.get(index) for index in range(table.num_rows)]
+        shard = _OpenShard(part, table, rows=rows, num_missing=rows.count(None), journal=journal)
+        self._open.append(shard)
+        if shard.num_missing == 0:
+            self._commit(shard)
+        return shard
+
+    def _request(self, record: Record, shard: _OpenShard) -> Request | None:
         """The row's request, or None where it turned out to be an error row, which is settled at once."""
         row_id = record.row_key
         try:
@@ -215,7 +255,7 @@ class _Mill:
                 request = self.job.request(record)
         except Exception as error:  # whatever a row does to its own handling is that row's error
             self.metrics.finished(())
-            self._settle(shard, record.index, [failed(_row_error(error)) | {"row_id": row_id, "row_key": record.row_key}], progress)
+            self._settle(shard, record.index, [failed(_row_error(error)) | {"row_id": row_id, "row_key": record.row_key}])
             return None
         prompt = request.prompt_token_ids if self.columns.token_ids else None
         self._asked[request.id] = _Asked(shard, record.index, row_id, request.sampling.n, prompt, completions=[])
@@ -236,26 +276,28 @@ class _Mill:
             rows.append(row | {"row_id": asked.row_id, "row_key": row_key})
         return rows
 
-    def _settle(self, shard: _OpenShard, index: int, rows: list[dict[str, Any]], progress: Progress) -> None:
+    def _settle(self, shard: _OpenShard, index: int, rows: Answers) -> None:
         """Put input row ``index``'s output rows in their place; the last ones of a shard finish the part."""
         assert shard.rows[index] is None, "a row is settled once"
         shard.rows[index] = rows
         shard.num_missing -= 1
-        progress.update()
+        shard.journal.add(index, rows)
+        self.progress.update()
         if shard.num_missing == 0:
             self._commit(shard)
 
     def _commit(self, shard: _OpenShard) -> None:
-        rows = [samples for samples in shard.rows if samples is not None]
+        rows = [answers for answers in shard.rows if answers is not None]
         with self.metrics.time("write"):
             table = self.columns.table(shard.table, rows)
             self.ledger.commit(
                 shard.part,
                 suffix=self.writer.suffix,
                 write=lambda path: self.writer.write(path, table),
-                rows=[row for samples in rows for row in samples],
+                rows=[row for answers in rows for row in answers],
             )
-        self._num_open -= 1
+        shard.journal.close()
+        self._open.remove(shard)
 
 
 def _read(shards: Iterator[ShardRows]) -> ShardRows:
@@ -277,6 +319,7 @@ def _summary(
     num_errors = sum(part.errors for part in finished)
     numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
     write_metrics(ledger.folder, numbers)
+    num_answered = metrics.rows_resumed + metrics.rows_done
     return Summary(
         output_path=str(ledger.folder),
         parts=str(ledger.folder / f"part-*{suffix}"),
@@ -285,7 +328,8 @@ def _summary(
         num_errors=num_errors,
         num_cut=sum(part.cut for part in finished),
         num_resumed=metrics.rows_resumed,
-        num_unfinished=sum(part.shard.num_rows for part in parts if part.index not in ledger.finished),
+        num_waiting=num_answered - sum(part.shard.num_rows for part in parts if part.index in ledger.finished),
+        num_unanswered=metrics.rows_total - num_answered,
         interrupted=interrupted,
         metrics=numbers,
     )

@@ -52,20 +52,20 @@ def test_a_run_that_broke_off_goes_on_where_it_was(
     if how == "stop_after":
         summary = run_job(path, engine=first)
         assert summary.interrupted
-        assert summary.num_unfinished == 40 - summary.num_rows
+        assert summary.num_unanswered == 40 - summary.num_rows - summary.num_waiting == 40 - stop_after
     else:
         with pytest.raises(RuntimeError, match="the device is gone"):
             run_job(path, engine=first)
     assert first.closed
-    assert not list((tmp_path / "out").glob("*.tmp"))
-    kept = {part.name: part.stat().st_mtime_ns for part in (tmp_path / "out").glob("part-*")}
+    kept = {part.name: part.stat().st_mtime_ns for part in (tmp_path / "out").glob("part-*.arrow")}
     second = scripted_engine()
     summary = run_job(path, engine=second)
-    assert (summary.num_rows, summary.num_unfinished, summary.num_resumed) == (40, 0, 8 * len(kept))
-    assert len(second.asked) == 40 - summary.num_resumed
+    assert (summary.num_rows, summary.num_waiting, summary.num_unanswered) == (40, 0, 0)
+    assert len(second.asked) == 40 - summary.num_resumed == 40 - stop_after, "nothing that was answered is asked again"
     assert read_parts("out").equals(read_parts("whole"))
     for name, changed in kept.items():
         assert (tmp_path / "out" / name).stat().st_mtime_ns == changed
+    assert not list((tmp_path / "out").glob("*.tmp*"))
 
 
 def test_nothing_left_loads_no_engine(run_job, write_jsonl) -> None:
@@ -308,7 +308,7 @@ def test_rows_that_went_away_keep_their_parts(run_job, read_parts, write_jsonl, 
     whole = read_parts()
     (tmp_path / "in" / "a.jsonl").unlink()
     summary = run_job(tmp_path / "in")
-    assert (summary.num_rows, summary.num_unfinished) == (24, 0)
+    assert (summary.num_rows, summary.num_unanswered) == (24, 0)
     assert "2 finished parts stay, whose rows the input has no more" in caplog.text
     assert read_parts().equals(whole)
 
