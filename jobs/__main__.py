@@ -10,6 +10,8 @@ import importlib
 import importlib.metadata
 import sys
 
+from jobs._signals import leave_at_once
+
 VERBS = {
     "run": "answer the rows of input.path into Arrow files in output.path (the verb when none is given)",
     "plan": "what a run would come to: rows, exact tokens, memory, rows that do not fit; loads no weights",
@@ -23,7 +25,8 @@ _HOME = {"run": "jobs._app", "plan": "jobs.plan", "bench": "jobs.bench"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line; returns the exit code of the contract (0, 2, 3, 75 or 1)."""
+    """Run one command line; returns the exit code of the contract (0, 2, 3, 4, 75 or 1)."""
+    leave_at_once()
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in _OF_A_FOLDER:
         return int(importlib.import_module(_OF_A_FOLDER[argv[0]]).main(argv[1:]))

@@ -6,41 +6,24 @@ Decides what a run is made of, what the user is told, and the exit code; it comp
 from __future__ import annotations
 
 import logging
-import signal
+import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
-from types import FrameType
-from typing import NoReturn, TypeVar, cast
+from typing import TypeVar, cast
 
 from engine import Engine, SamplingParams, Tokenizer, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
+from jobs._signals import INTERRUPTED, Stop
 from pipeline import Job, PromptOptions, RunError, Summary, run
 from pipeline.ledger import Resume
 
 T = TypeVar("T")
-OK, FAULT, REFUSED, ROWS_FAILED, INTERRUPTED = 0, 1, 2, 3, 75
-
-
-class Stop:
-    """Whether SIGINT or SIGTERM asked the run to end: the first is heard between two steps, a second ends it at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._hear)
-
-    def __call__(self) -> bool:
-        return self.asked
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-        _say("stopping after this step; once more stops at once")
+OK, FAULT, REFUSED, ROWS_FAILED, TOO_MANY_FAILED = 0, 1, 2, 3, 4
 
 
 def main(overrides: list[str], *, show: bool) -> int:
@@ -49,21 +32,16 @@ def main(overrides: list[str], *, show: bool) -> int:
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Call ``command`` with log lines that read plainly; SIGINT and SIGTERM stop it early.
+    """Call ``command`` with log lines that read plainly.
 
     A ValueError or OSError that gets here is a refusal: one line and exit code 2. Anything else is a fault of ours.
     """
     logging.basicConfig(format="pagemill: %(message)s", level=logging.WARNING)
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a script's background job inherits it ignored
-        signal.signal(number, _interrupt)
     try:
         return command()
     except (ValueError, OSError) as error:
         _say(str(error))
         return REFUSED
-    except KeyboardInterrupt:
-        _say("stopped")
-        return INTERRUPTED
     except Exception:
         traceback.print_exc()
         _say("this is a fault of Pagemill; finished parts stay, and the same command goes on from there")
@@ -111,10 +89,13 @@ def make_job(name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling
 def _run(config: RunConfig) -> int:
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    stop = Stop()
 
     def load_engine() -> Engine:
         _say(f"{config.name}: {job.announcement}")
-        return Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        stop.listen()
+        return engine
 
     try:
         summary = run(
@@ -124,49 +105,59 @@ def _run(config: RunConfig) -> int:
             provenance=provenance(config, tokenizer),
             load_engine=load_engine,
             limit=config.limit,
+            limits=config.limits,
             resume=cast(Resume, config.resume),
             progress=config.progress,
-            stop=Stop(),
+            stop=stop,
         )
     except RunError as error:
         _say(f"{error}; finished parts stay, and the same command goes on from there")
         return FAULT
-    _tell(summary)
-    if summary.interrupted:
+    show(_told(summary))
+    if summary.stopped == "max_error_rate":
+        _say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; what is finished stays")
+        return TOO_MANY_FAILED
+    if summary.stopped is not None:
         again = "the same command with resume=auto" if config.resume == "force" else "the same command again"
-        _say(f"stopped early; run {again} to go on")
+        _say(f"stopped early ({summary.stopped}); run {again} to go on")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
 
 
-def _tell(summary: Summary) -> None:
-    """Print what came out and where it is."""
+def show(text: str) -> None:
+    """Print a command's result. A reader that went away or a full disk says so on stderr, and changes no exit code."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        _say(f"stdout cannot be written: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails over it once more at the end
+
+
+def _told(summary: Summary) -> str:
+    """What came out and where it is."""
     numbers = summary.metrics
     cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
     before = f" ({summary.num_resumed:,} of them from an earlier run)" if summary.num_resumed else ""
     rows = "1 row" if summary.num_rows == 1 else f"{summary.num_rows:,} rows"
-    print(f"{rows}{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    lines = [f"{rows}{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}"]
     if summary.num_waiting:
-        print(f"{summary.num_waiting:,} more are answered and wait for the rest of their part")
+        lines.append(f"{summary.num_waiting:,} more are answered and wait for the rest of their part")
     if numbers.get("prompt_tokens"):
-        print(
+        lines.append(
             f"{numbers['prompt_tokens']:,} prompt tokens ({numbers['prefix_hit_rate']:.0%} of them from the prefix cache), "
             f"{numbers['generated_tokens']:,} generated in {numbers['wall_s'] - numbers['load_s']:.1f} s "
             f"after {numbers['load_s']:.1f} s of loading"
         )
     if summary.num_errors:
-        print(f"errors:  {summary.output_path}/errors.jsonl")
-    print(f"answers: {summary.parts}")
+        lines.append(f"errors:  {summary.output_path}/errors.jsonl")
+    return "\n".join([*lines, f"answers: {summary.parts}"])
 
 
 def _show(overrides: list[str]) -> int:
-    print(as_yaml(read_run(overrides)))
+    show(as_yaml(read_run(overrides)))
     return OK
 
 
 def _say(line: str) -> None:
-    print(f"pagemill: {line}", file=sys.stderr)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
+    with suppress(OSError):  # nobody listens
+        print(f"pagemill: {line}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from engine import EngineConfig, KVCacheConfig, ModelConfig, SamplingParams
 from jobs import _conf
-from pipeline import InputOptions, OutputOptions, PromptOptions
+from pipeline import InputOptions, Limits, OutputOptions, PromptOptions
 
 T = TypeVar("T")
 
@@ -45,6 +45,11 @@ class RunConfig:
     seed: int
     limit: int | None = None
     resume: str = "auto"
+    deadline: str | None = None
+    max_rows: int | None = None
+    max_tokens_total: int | None = None
+    max_error_rate: float | None = None
+    stall_seconds: float | None = 900.0
     progress: bool = True
 
     def __post_init__(self) -> None:
@@ -52,6 +57,11 @@ class RunConfig:
             raise ValueError(f"limit: {self.limit} must be 1 or more, or null for all rows")
         if self.resume not in ("auto", "never", "force"):
             raise ValueError(f"resume: {self.resume!r} is not one of auto, never, force")
+        _ = self.limits  # refuses what is out of range
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(**{item.name: getattr(self, item.name) for item in dataclasses.fields(Limits)})
 
 
 def schema_of(source: type) -> Any:

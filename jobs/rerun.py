@@ -10,10 +10,11 @@ import sys
 from dataclasses import replace
 
 from engine import Engine, Tokenizer
-from jobs._app import FAULT, INTERRUPTED, OK, ROWS_FAILED, Stop, guarded, make_job
+from jobs._app import FAULT, OK, ROWS_FAILED, guarded, make_job
 from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides
 from jobs._schema import RunConfig
+from jobs._signals import INTERRUPTED, Stop
 from pipeline import Job, OutputOptions, RunError, Summary, run
 from pipeline.archive import Archive
 from pipeline.columns import OutputColumns
@@ -80,7 +81,7 @@ def _rerun(folder: str, *, where: list[str], overrides: list[str]) -> int:
     summary = _answer(rerun, config, archive=archive, tokenizer=tokenizer, job=job, whole=whole)
     if summary is None:
         return FAULT
-    if summary.interrupted:
+    if summary.stopped:
         print("pagemill: stopped early, and nothing is replaced yet; run the same command again to go on", file=sys.stderr)
         return INTERRUPTED
     rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(config.output, schema=columns.schema))
@@ -110,10 +111,13 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
     output = config.output
     own = OutputOptions(path=str(rerun.folder), prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     config = replace(config, output=own, resume="auto")
+    stop = Stop()
 
     def load_engine() -> Engine:
         print(f"pagemill: {rerun.num_rows:,} rows again: {job.announcement}", file=sys.stderr)
-        return Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        stop.listen()
+        return engine
 
     try:
         return run(
@@ -123,8 +127,9 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
             provenance=provenance(config, tokenizer),
             load_engine=load_engine,
             reader=rerun.reader(archive, whole),
+            limits=config.limits,
             progress=config.progress,
-            stop=Stop(),
+            stop=stop,
         )
     except RunError as error:
         print(f"pagemill: {error}; the same command goes on from there", file=sys.stderr)

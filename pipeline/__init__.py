@@ -4,6 +4,7 @@
 """
 
 from pipeline.job import Job, TextJob
+from pipeline.limits import Limits
 from pipeline.prompt import PromptOptions, Prompts
 from pipeline.provenance import Provenance
 from pipeline.reader import InputOptions
@@ -15,6 +16,7 @@ __all__ = [
     "Engine",
     "InputOptions",
     "Job",
+    "Limits",
     "OutputOptions",
     "PromptOptions",
     "Prompts",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 from tqdm import tqdm
@@ -17,7 +19,10 @@ _LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Shows rows, rows/s, tokens/s, prefix hit rate and time left on ``stream``; silent where it is not ``enabled``."""
+    """Shows rows, rows/s, tokens/s, prefix hit rate and time left on ``stream``.
+
+    Silent where it is not ``enabled``, and from when ``stream`` cannot be written any more.
+    """
 
     def __init__(self, metrics: Metrics, *, enabled: bool = True, stream: TextIO | None = None) -> None:
         self._metrics = metrics
@@ -28,26 +33,36 @@ class Progress:
 
     def start(self) -> None:
         """Show the first state; call it when the engine is ready, so that rates leave the load out."""
-        if self._enabled and self._stream.isatty():
-            total, done = self._metrics.rows_total, self._metrics.rows_resumed
-            self._bar = tqdm(total=total, initial=done, unit="row", file=self._stream, dynamic_ncols=True, smoothing=0.1)
-        elif self._enabled:
-            self._print_line()
+        with self._while_it_can():
+            if self._enabled and self._stream.isatty():
+                total, done = self._metrics.rows_total, self._metrics.rows_resumed
+                self._bar = tqdm(total=total, initial=done, unit="row", file=self._stream, dynamic_ncols=True, smoothing=0.1)
+            elif self._enabled:
+                self._print_line()
 
     def update(self) -> None:
         """A row is done."""
-        if self._bar is not None:
-            self._bar.set_postfix_str(self._rates(), refresh=False)
-            self._bar.update()
-        elif self._enabled and time.monotonic() - self._last_line >= _LINE_SECONDS:
-            self._print_line()
+        with self._while_it_can():
+            if self._bar is not None:
+                self._bar.set_postfix_str(self._rates(), refresh=False)
+                self._bar.update()
+            elif self._enabled and time.monotonic() - self._last_line >= _LINE_SECONDS:
+                self._print_line()
 
     def close(self) -> None:
         """Show the last state."""
-        if self._bar is not None:
-            self._bar.close()
-        elif self._enabled:
-            self._print_line()
+        with self._while_it_can():
+            if self._bar is not None:
+                self._bar.close()
+            elif self._enabled:
+                self._print_line()
+
+    @contextmanager
+    def _while_it_can(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self._enabled, self._bar = False, None
 
     def _rates(self) -> str:
         metrics = self._metrics

@@ -22,14 +22,18 @@ from pipeline import durable
 
 @dataclass(slots=True, kw_only=True)
 class Metrics:
-    """The counters of one run; ``rows_total`` and ``rows_resumed`` count input rows, the second those done before.
+    """The counters of one run. All rows are input rows: ``rows_total`` of the input, ``rows_resumed`` answered before.
 
-    Times are seconds since the process began. Tokens are counted as rows finish.
+    Of the others ``rows_taken`` were looked at so far, ``rows_asked`` went to the engine, ``rows_done`` are answered, and
+    ``rows_failed`` of these are error rows. Times are seconds since the process began. Tokens are counted as rows finish.
     """
 
     rows_total: int
     rows_resumed: int
+    rows_taken: int = 0
+    rows_asked: int = 0
     rows_done: int = 0
+    rows_failed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -43,6 +47,7 @@ class Metrics:
 
     def asked(self) -> None:
         """A request was handed to the engine."""
+        self.rows_asked += 1
         self.last_request_s = process_seconds()
 
     def finished(self, completions: Sequence[Completion]) -> None:

@@ -18,11 +18,13 @@ from pipeline.folder import held
 from pipeline.job import Job
 from pipeline.journal import FLUSH_SECONDS, Answers, Journal
 from pipeline.ledger import Ledger, Resume
+from pipeline.limits import NO_LIMITS, Gate, Limits, Reason, Stopped
 from pipeline.progress import Progress
 from pipeline.provenance import Provenance, RunRecord
 from pipeline.reader import InputOptions, Reader, open_reader
 from pipeline.report import Metrics, write_metrics
 from pipeline.types import Part, Record, RowError, RunError, ShardRows
+from pipeline.watchdog import Watchdog
 from pipeline.writer import OutputOptions, PartWriter
 
 # Shards that are open at once: enough to keep the engine full while a slow row holds up the oldest.
@@ -52,9 +54,9 @@ class Engine(Protocol):
 class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
-    ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length limit. Unless ``interrupted``,
-    nothing is left: ``num_waiting`` input rows are answered and kept, and wait for the rest of their part, and
-    ``num_unanswered`` are left for the next run. ``parts`` is a glob for the files that the
+    ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length limit. ``stopped`` is what ended the
+    run early; where it is None nothing is left, else ``num_waiting`` input rows are answered and kept, and wait for the
+    rest of their part, and ``num_unanswered`` are for the next run. ``parts`` is a glob for the files that the
     answers are in, ``metrics`` the content of metrics.json.
     """
 
@@ -67,7 +69,7 @@ class Summary:
     num_resumed: int
     num_waiting: int
     num_unanswered: int
-    interrupted: bool
+    stopped: Reason | None
     metrics: Mapping[str, Any]
 
 
@@ -79,6 +81,7 @@ def run(
     provenance: Provenance,
     load_engine: Callable[[], Engine],
     limit: int | None = None,
+    limits: Limits = NO_LIMITS,
     resume: Resume = "auto",
     reader: Reader | None = None,
     progress: bool = True,
@@ -88,8 +91,8 @@ def run(
 
     Three phases: the output folder is taken, input and output are opened and checked, and nothing is changed; then
     ``load_engine`` is called, unless every part is there already; then the rows run. The engine is closed at the end.
-    ``stop`` is asked between the engine's steps: once it is true the run ends early, finished parts stay and
-    ``Summary.interrupted`` is true. A KeyboardInterrupt does the same wherever it lands.
+    ``limit`` is a part of what is asked: rows of the input. ``limits`` end the run before its rows do, as ``stop`` does when
+    it is true between two of the engine's steps, and as a KeyboardInterrupt does while rows run.
 
     Raises:
         ValueError: something is refused, before any row is computed.
@@ -120,11 +123,12 @@ def run(
             ledger=ledger,
             metrics=metrics,
             id_column=input.id_column,
-            stop=stop,
+            gate=Gate(limits, metrics=metrics, stop=stop),
             progress=Progress(metrics, enabled=progress),
+            stall_seconds=limits.stall_seconds,
         )
-        interrupted = mill.run(open_parts, engine=engine) if engine is not None else False
-        return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, interrupted=interrupted)
+        stopped = mill.run(open_parts, engine=engine) if engine is not None else None
+        return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, stopped=stopped)
 
 
 @dataclass(slots=True, eq=False)
@@ -139,13 +143,12 @@ class _OpenShard:
 
 
 class _Asked(NamedTuple):
-    """A row that the engine has: where its answers belong, its label, its prompt where the output shows it, its answers."""
+    """A row that the engine has: where its answers belong, its label, what was asked, its answers so far."""
 
     shard: _OpenShard
     row: int
     row_id: str
-    num_samples: int
-    prompt_token_ids: Sequence[int] | None
+    request: Request
     completions: list[Completion]
 
 
@@ -160,26 +163,34 @@ class _Mill:
     ledger: Ledger
     metrics: Metrics
     id_column: str | None
-    stop: Callable[[], bool]
+    gate: Gate
     progress: Progress
+    stall_seconds: float | None
     engine_numbers: Mapping[str, Any] = field(default_factory=dict)
+    _watchdog: Watchdog = field(init=False)
     _asked: dict[str | int, _Asked] = field(default_factory=dict)
     _open: list[_OpenShard] = field(default_factory=list)
     _flushed_s: float = 0.0
 
-    def run(self, parts: Sequence[Part], *, engine: Engine) -> bool:
-        """Answer the rows of ``parts``; true where it was stopped before the last one."""
+    def __post_init__(self) -> None:
+        self._watchdog = Watchdog(self.stall_seconds, state=self._state)
+
+    def run(self, parts: Sequence[Part], *, engine: Engine) -> Reason | None:
+        """Answer the rows of ``parts``; gives what stopped it before the last one."""
         try:
             self.metrics.loaded()
             self.progress.start()
-            try:
-                for completion in engine.generate(self._until_stopped(self._requests(parts))):
-                    self._take(completion)
-            finally:
-                self._flush()
-            return False
+            with self._watchdog:
+                try:
+                    for completion in engine.generate(self._steps(self._requests(parts))):
+                        self._take(completion)
+                finally:
+                    self._flush()
+            return self.gate.stopped
+        except Stopped as stopped:
+            return stopped.reason
         except KeyboardInterrupt:
-            return True
+            return "signal"
         except OSError as error:
             raise RunError(f"output.path: {error}") from error
         except ValueError as error:  # what refuses has been asked before
@@ -191,26 +202,17 @@ class _Mill:
             for shard in self._open:
                 shard.journal.close()
 
-    def _take(self, completion: Completion) -> None:
-        asked = self._asked[completion.request_id]
-        asked.completions.append(completion)
-        if completion.finish_reason == "error" or len(asked.completions) == asked.num_samples:
-            del self._asked[completion.request_id]
-            self._settle(asked.shard, asked.row, self._rows(asked, row_key=str(completion.request_id)))
-
-    def _until_stopped(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
-        """The engine pulls before each step, to the last row's end."""
-        for request in requests:
-            self._tick()
-            yield request
+    def _steps(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+        """What the engine pulls before each of its steps, to the last row's end."""
+        yield from requests
         while self._asked:
             self._tick()
             yield None
 
     def _tick(self) -> None:
-        """Between two steps: the one place where stopping breaks nothing."""
-        if self.stop():
-            raise KeyboardInterrupt
+        """Between two rows or steps: the one place where stopping breaks nothing."""
+        self._watchdog.progressed()
+        self.gate.check()
         if time.monotonic() - self._flushed_s >= FLUSH_SECONDS:
             self._flush()
 
@@ -220,17 +222,36 @@ class _Mill:
         self._flushed_s = time.monotonic()
 
     def _requests(self, parts: Sequence[Part]) -> Iterator[Request | None]:
-        """What to ask, in input order, at most ``MAX_OPEN_SHARDS`` shards ahead of the oldest unfinished row."""
+        """What to ask, in input order, at most ``MAX_OPEN_SHARDS`` shards ahead of the oldest unfinished row; None is: wait."""
         shards = self.reader.read([part.shard for part in parts])
         for part in parts:
             while len(self._open) >= MAX_OPEN_SHARDS:
+                self._tick()
                 yield None
             with self.metrics.time("read"):
                 read = _read(shards)
             shard = self._opened(part, read.table)
             for record in read.records:
-                if shard.rows[record.index] is None and (request := self._request(record, shard)) is not None:
-                    yield request
+                self._tick()
+                if shard.rows[record.index] is not None or (asked := self._prepared(record, shard)) is None:
+                    continue
+                while not self.gate.admits(asked.request, num_in_flight=len(self._asked)):
+                    if self.gate.stopped:
+                        return
+                    yield None
+                    self._tick()
+                self._asked[asked.request.id] = asked
+                self.metrics.asked()
+                yield asked.request
+
+    def _take(self, completion: Completion) -> None:
+        asked = self._asked[completion.request_id]
+        asked.completions.append(completion)
+        if completion.finish_reason == "error" or len(asked.completions) == asked.request.sampling.n:
+            del self._asked[completion.request_id]
+            self.metrics.finished(asked.completions)
+            self.gate.settled(asked.request)
+            self._settle(asked.shard, asked.row, self._rows(asked))
 
     def _opened(self, part: Part, table: pa.Table) -> _OpenShard:
         """A shard to answer, with the rows that an earlier run answered."""
@@ -244,8 +265,9 @@ class _Mill:
             self._commit(shard)
         return shard
 
-    def _request(self, record: Record, shard: _OpenShard) -> Request | None:
-        """The row's request, or None where it turned out to be an error row, which is settled at once."""
+    def _prepared(self, record: Record, shard: _OpenShard) -> _Asked | None:
+        """The row with its request, or None where it turned out to be an error row, which is settled at once."""
+        self.metrics.rows_taken += 1
         row_id = record.row_key
         try:
             row_id = row_label(record.columns, id_column=self.id_column, row_key=record.row_key)
@@ -257,23 +279,20 @@ class _Mill:
             self.metrics.finished(())
             self._settle(shard, record.index, [failed(_row_error(error)) | {"row_id": row_id, "row_key": record.row_key}])
             return None
-        prompt = request.prompt_token_ids if self.columns.token_ids else None
-        self._asked[request.id] = _Asked(shard, record.index, row_id, request.sampling.n, prompt, completions=[])
-        self.metrics.asked()
-        return request
+        return _Asked(shard, record.index, row_id, request, completions=[])
 
-    def _rows(self, asked: _Asked, *, row_key: str) -> list[dict[str, Any]]:
+    def _rows(self, asked: _Asked) -> Answers:
         """The output rows of a row whose samples are all done; one error row where the engine or the job says so."""
-        self.metrics.finished(asked.completions)
+        names = {"row_id": asked.row_id, "row_key": str(asked.request.id)}
+        prompt = asked.request.prompt_token_ids if self.columns.token_ids else None
         rows = []
         for completion in sorted(asked.completions, key=lambda completion: completion.sample_index):
             try:
                 if completion.finish_reason == "error":
                     raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
-                row = answered(completion, self.job.answer(completion), prompt_token_ids=asked.prompt_token_ids)
+                rows.append(answered(completion, self.job.answer(completion), prompt_token_ids=prompt) | names)
             except Exception as error:
-                return [failed(_row_error(error), completion=completion) | {"row_id": asked.row_id, "row_key": row_key}]
-            rows.append(row | {"row_id": asked.row_id, "row_key": row_key})
+                return [failed(_row_error(error), completion=completion) | names]
         return rows
 
     def _settle(self, shard: _OpenShard, index: int, rows: Answers) -> None:
@@ -281,6 +300,7 @@ class _Mill:
         assert shard.rows[index] is None, "a row is settled once"
         shard.rows[index] = rows
         shard.num_missing -= 1
+        self.metrics.rows_failed += rows[0]["status"] == "error"
         shard.journal.add(index, rows)
         self.progress.update()
         if shard.num_missing == 0:
@@ -299,6 +319,10 @@ class _Mill:
         shard.journal.close()
         self._open.remove(shard)
 
+    def _state(self) -> str:
+        oldest = next(iter(self._asked), None)
+        return f"{len(self._asked)} rows are in flight, the oldest is {oldest}; {self.metrics.rows_done} are done"
+
 
 def _read(shards: Iterator[ShardRows]) -> ShardRows:
     try:
@@ -312,7 +336,7 @@ def _row_error(error: Exception) -> RowError:
 
 
 def _summary(
-    parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix: str, engine: Mapping[str, Any], interrupted: bool
+    parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix: str, engine: Mapping[str, Any], stopped: Reason | None
 ) -> Summary:
     finished = [ledger.finished[part.index] for part in parts if part.index in ledger.finished]
     num_rows = sum(part.rows for part in finished)
@@ -330,6 +354,6 @@ def _summary(
         num_resumed=metrics.rows_resumed,
         num_waiting=num_answered - sum(part.shard.num_rows for part in parts if part.index in ledger.finished),
         num_unanswered=metrics.rows_total - num_answered,
-        interrupted=interrupted,
+        stopped=stopped,
         metrics=numbers,
     )

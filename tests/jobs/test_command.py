@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -162,7 +163,7 @@ class TestTinyModel:
     ) -> None:
         count = 60
         (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "Count to {i}."}}\n' for i in range(count)))
-        slow = [*words, "input.rows_per_shard=1", "engine.max_num_seqs=1", "sampling.ignore_eos=true", "sampling.max_tokens=20"]
+        slow = [*words, "input.rows_per_shard=3", "engine.max_num_seqs=1", "sampling.ignore_eos=true", "sampling.max_tokens=20"]
         with subprocess.Popen([command, *slow], cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
             deadline = time.monotonic() + 120
             while not list(tmp_path.glob("out/part-*.arrow")) and job.poll() is None and time.monotonic() < deadline:
@@ -172,10 +173,47 @@ class TestTinyModel:
         assert job.returncode == 75, errors
         assert "Traceback" not in errors
         assert "run the same command again" in errors
-        finished = len(list(tmp_path.glob("out/part-*.arrow")))
+        finished = 3 * len(list(tmp_path.glob("out/part-*.arrow")))
+        waiting = int((re.search(r"(\d+) more are answered", output) or [0, 0])[1])
         assert 1 <= finished < count
         assert f"{finished} ok" in output
         done = pagemill(*slow)
         assert done.returncode == 0, done.stderr
-        assert f"{count} rows ({finished} of them from an earlier run): {count} ok" in done.stdout
+        assert f"{count} rows ({finished + waiting} of them from an earlier run): {count} ok" in done.stdout
         assert [row["row_key"] for row in rows_of(tmp_path / "out")] == [f"in.jsonl:{i}" for i in range(count)]
+
+    @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="looks into the process through /proc")
+    @pytest.mark.parametrize("moment", ["before torch is loaded", "while it is loaded"])
+    def test_a_signal_before_the_first_row_gives_75_at_once(self, command: str, tmp_path: Path, words: list[str], moment: str) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
+        with subprocess.Popen([command, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True) as job:
+            process = Path(f"/proc/{job.pid}")
+            if moment == "before torch is loaded":
+                while not int(re.search(r"SigCgt:\s*(\w+)", (process / "status").read_text())[1], 16) & 1 << signal.SIGTERM - 1:
+                    time.sleep(0.001)
+                assert "libtorch" not in (process / "maps").read_text()
+            else:
+                while "libtorch" not in (process / "maps").read_text():
+                    time.sleep(0.001)
+            job.terminate()
+            _, errors = job.communicate(timeout=60)
+        assert (job.returncode, errors.splitlines()[-1]) == (75, "pagemill: stopped; the same command goes on from there")
+        assert "Traceback" not in errors
+
+    def test_limits_and_a_dead_stdout_have_their_exit_codes(self, pagemill: Any, command: str, tmp_path: Path, words: list[str]) -> None:
+        rows = ["{}" if i % 2 else f'{{"prompt": "Count to {i}."}}' for i in range(240)]
+        (tmp_path / "in.jsonl").write_text("\n".join(rows))
+        done = pagemill(*words, "max_error_rate=0.3")
+        assert done.returncode == 4, done.stderr
+        assert "more than max_error_rate=0.3 of the rows failed" in done.stderr
+        done = pagemill(*words, "max_rows=20")
+        assert done.returncode == 75, done.stderr
+        assert "stopped early (max_rows)" in done.stderr
+        with open("/dev/full", "w") as full:
+            broken = subprocess.run(
+                [command, *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+            )
+        assert broken.returncode == 3, broken.stderr
+        assert "stdout cannot be written: No space left on device" in broken.stderr
+        assert "Traceback" not in broken.stderr and "Exception" not in broken.stderr
+        assert len(rows_of(tmp_path / "out")) == 240

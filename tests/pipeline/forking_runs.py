@@ -44,7 +44,7 @@ def answer_all(source: str, target: str) -> int:
         progress=False,
         stop=lambda: bool(asked),
     )
-    return 75 if summary.interrupted else 0
+    return 75 if summary.stopped else 0
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ def test_rows_come_out_in_input_order_with_their_own_answers(run_job, read_parts
     rows = prompts(100)
     summary = run_job(write_jsonl(rows))
     table = read_parts()
-    assert (summary.num_rows, summary.num_ok, summary.num_errors, summary.interrupted) == (100, 100, 0, False)
+    assert (summary.num_rows, summary.num_ok, summary.num_errors, summary.stopped) == (100, 100, 0, None)
     assert table["row_id"].to_pylist() == [row["id"] for row in rows]
     assert table["row_key"].to_pylist() == [f"in.jsonl:{i}" for i in range(100)]
     assert table["generation"].to_pylist() == [reversed_words(row["prompt"]) for row in rows]

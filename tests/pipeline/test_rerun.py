@@ -59,7 +59,7 @@ class Folder:
         rerun = Rerun.begin(archive, [Condition.parse(text) for text in where], words=where)
         if rerun is not None:
             own = dataclasses.replace(output, path=str(rerun.folder))
-            assert not self.run(engine, output=own, reader=rerun.reader(archive, whole)).interrupted
+            assert not self.run(engine, output=own, reader=rerun.reader(archive, whole)).stopped
             rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(output, schema=columns.schema))
             rerun.note(where, merged=True)
         return rerun

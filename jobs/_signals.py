@@ -1,0 +1,51 @@
+"""What SIGINT and SIGTERM do: before rows run they end the process at once, later the first one asks it to stop.
+
+Loads nothing, so that it can be in place before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 75
+_NUMBERS = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: a script's background job inherits it ignored
+
+
+def leave_at_once() -> None:
+    """From now on a signal ends the process: all that is on the disk is whole at any moment."""
+    for number in _NUMBERS:
+        signal.signal(number, _leave)
+
+
+class Stop:
+    """Whether a signal asked the run to end, since ``listen``; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def listen(self) -> None:
+        for number in _NUMBERS:
+            signal.signal(number, self._hear)
+
+    def __call__(self) -> bool:
+        return self._asked
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._asked:
+            _leave(number, frame)
+        self._asked = True
+        _say("stopping after this step; once more stops at once")
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    _say("stopped; the same command goes on from there")
+    os._exit(INTERRUPTED)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):
+        os.write(2, f"pagemill: {line}\n".encode())  # not print, which the signal may have interrupted
