@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.loop import Engine
     from engine.sampling_params import SamplingParams
     from engine.tokenizer import Tokenizer
+    from engine.weights.identity import model_identity
 from engine.types import Completion, Request
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "SamplingParams",
     "Tokenizer",
     "check_grammar",
+    "model_identity",
     "parse_bytes",
     "plugins",
 ]
@@ -56,6 +58,7 @@ _HOME = {
     "Request": "engine.types",
     "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
+    "model_identity": "engine.weights.identity",
     "check_grammar": "engine.grammar.compiler",
     "parse_bytes": "engine.config",
 }

@@ -17,7 +17,7 @@ import tokenizers
 
 from engine.chat_template import ChatTemplate, ChatTemplateError, map_strings
 from engine.config import ModelConfig
-from engine.weights.checkpoint import checkpoint_folder, end_token_ids, hub_folder, read_json
+from engine.weights.checkpoint import checkpoint_folder, end_token_ids, read_json, tokenizer_folder
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PRIVATE_USE = 0xF0000  # supplementary private-use area: characters that no text has a meaning for, 65,534 of them
@@ -59,7 +59,7 @@ class Tokenizer:
             ValueError: there is none in the tokenizers library's format, or the template does not compile.
         """
         model = checkpoint_folder(config, weights=False)
-        folder = model if config.tokenizer is None else _tokenizer_folder(config.tokenizer)
+        folder = model if config.tokenizer is None else tokenizer_folder(config.tokenizer)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
@@ -68,8 +68,12 @@ class Tokenizer:
             )
         settings_file = folder / "tokenizer_config.json"
         settings = read_json(settings_file, key="model.tokenizer") if settings_file.is_file() else {}
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more exact
+            raise ValueError(f"model.tokenizer: {file} is no file of the tokenizers library: {error}") from error
         return cls(
-            tokenizers.Tokenizer.from_file(str(file)),
+            backend,
             special_tokens=_special_tokens(settings),
             chat_template=_template_text(config, folder, settings),
             eos_token_ids=end_token_ids(model),
@@ -251,15 +255,14 @@ class IncrementalDecoder:
         return new
 
 
-def _tokenizer_folder(name: str) -> Path:
-    folder = Path(name).expanduser()
-    return folder if folder.is_dir() else hub_folder(name, revision=None, weights=False, key="model.tokenizer")
-
-
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     """Name -> text; the files write a token as its text or as a dict with ``content``."""
     found = {name: settings[name] for name in _SPECIAL_NAMES if settings.get(name) is not None}
-    return {name: token["content"] if isinstance(token, dict) else token for name, token in found.items()}
+    texts: dict[str, Any] = {name: token.get("content") if isinstance(token, dict) else token for name, token in found.items()}
+    for name, text in texts.items():
+        if not isinstance(text, str):
+            raise ValueError(f"model.tokenizer: tokenizer_config.json has {name}={found[name]!r}, which is no token's text")
+    return texts
 
 
 def _template_text(config: ModelConfig, folder: Path, settings: Mapping[str, Any]) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
-from engine import EngineConfig, ModelConfig, Tokenizer
+from engine import EngineConfig, ModelConfig, Tokenizer, model_identity
 from jobs._schema import RunConfig
 from pipeline import Provenance
 
@@ -27,6 +27,8 @@ _LIBRARIES = (
     "jinja2",
     "numpy",
 )
+# Other formats quantise a block at a time, so their numbers depend on its size.
+_PLAIN_FORMATS = ("auto", "fp32", "bf16", "fp16")
 
 
 def provenance(config: RunConfig, tokenizer: Tokenizer) -> Provenance:
@@ -50,13 +52,22 @@ def dtype_name(model: ModelConfig, engine: EngineConfig) -> str:
 
 
 def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Dotted keys, so that a difference reads as the override that makes it. Prompt files count by their text."""
+    """Dotted keys, so that a difference reads as the override that makes it. Files count by their content, not by their place.
+
+    Speed-only settings are left out: answers do not depend on them but for the last digits of a float. Where
+    ``engine.batch_invariant`` promises those too, what computes them counts.
+    """
+    exact = config.engine.batch_invariant
+    plain = config.kv_cache.format in _PLAIN_FORMATS
     return {
-        **_keys("model", config.model),
+        "model.files": model_identity(config.model),
         "model.dtype": dtype_name(config.model, config.engine),
         "model.template_hash": tokenizer.template_hash,
         "engine.max_model_len": config.engine.max_model_len,
+        "engine.batch_invariant": exact,
+        "engine.attention": config.engine.attention if exact else None,
         "kv_cache.format": config.kv_cache.format,
+        "kv_cache.block_size": None if plain else config.kv_cache.block_size,
         **_keys("sampling", config.sampling),
         "seed": config.seed,
         "job.name": config.job.name,
@@ -67,6 +78,7 @@ def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "prompt.control_words": config.prompt.control_words,
         "prompt.continue_final_message": config.prompt.continue_final_message,
         "input.columns": config.input.columns,
+        "input.id_column": config.input.id_column,
         "output.format": config.output.format,
         "output.prefix": config.output.prefix,
         "output.token_ids": config.output.token_ids,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipeline import durable
-from pipeline.provenance import RunRecord
+from pipeline.provenance import RunRecord, read_record
 from pipeline.types import Part, Shard
 
 Resume = Literal["auto", "never", "force"]
@@ -30,14 +30,18 @@ _Entry = TypeVar("_Entry", "FinishedPart", Shard)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedPart:
-    """One line of ``_manifest.jsonl``; ``rows`` counts output rows, ``errors`` those of them that failed, ``cut`` those that a
-    limit ended."""
+    """One line of ``_manifest.jsonl``.
+
+    ``rows`` counts output rows. Of these ``errors`` failed, ``cut`` were ended by a length limit, and ``at_context`` met the
+    end of the engine's context, as prompts or as answers.
+    """
 
     part: int
     file: str
     rows: int
     errors: int
     cut: int
+    at_context: int
     first_row_id: str
     last_row_id: str
     sha256: str
@@ -115,8 +119,16 @@ class Ledger:
             _LOG.warning("output.path: %d finished parts stay, whose rows the input has no more; the first is %s", len(gone), gone[0])
         return parts
 
-    def start(self, record: RunRecord) -> None:
-        """Make the folder agree with what was read, and write the record. Nothing in it was changed before."""
+    def start(self, record: RunRecord, *, max_model_len: int | None) -> None:
+        """Make the folder agree with what was read, and write the record; nothing in it was changed before.
+
+        ``max_model_len`` is the context of the engine that will run, None where all is done already and the record stays.
+
+        Raises:
+            ValueError: finished rows met the context's end, and it is at another place now.
+        """
+        if max_model_len is not None and self._goes_on:
+            self._refuse_other_context(max_model_len)
         if not self._goes_on:
             self._clear()
         for path in self._unfinished_commits:
@@ -124,7 +136,8 @@ class Ledger:
         for path in self._damaged:
             _LOG.warning("%s is not what _manifest.jsonl says; its rows run again, and it is kept as _damaged-%s", path, path.name)
             durable.rename(path, path.with_name(f"_damaged-{path.name}"))
-        record.write(self.folder / _RUN)
+        if max_model_len is not None:
+            record.write(self.folder / _RUN, max_model_len=max_model_len)
         self._rewrite(_MANIFEST, (asdict(line) for line in self.finished.values()))
         self._rewrite(_SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
         errors, _ = durable.readable_lines(self.folder / _ERRORS)
@@ -149,6 +162,7 @@ class Ledger:
             rows=len(rows),
             errors=len(failed),
             cut=sum(row["finish_reason"] == "length" for row in rows),
+            at_context=sum(row.get("stop_reason") == "context" or row.get("error_code") == "too_long" for row in rows),
             first_row_id=rows[0]["row_id"],
             last_row_id=rows[-1]["row_id"],
             sha256=durable.file_digest(temporary),
@@ -162,6 +176,15 @@ class Ledger:
         self.working_part(part.index).unlink(missing_ok=True)
         self.finished[part.index] = finished
         return finished
+
+    def _refuse_other_context(self, max_model_len: int) -> None:
+        before = read_record(self.folder / _RUN).get("max_model_len")
+        met = sum(part.at_context for part in self.finished.values())
+        if met and before != max_model_len:
+            raise ValueError(
+                f"output.path: {met:,} finished rows met the end of a context of {before} tokens, and now it ends at {max_model_len}; "
+                "set engine.max_model_len, kv_cache.memory or kv_cache.num_blocks so that it is the same, or use another output.path"
+            )
 
     def _refuse_foreign(self) -> None:
         names = sorted(path.name for path in [*self._parts(), *(self.folder / name for name in _WRITTEN)] if path.exists())

@@ -32,7 +32,7 @@ class Provenance:
 
 
 class RunRecord:
-    """The content of ``_run.json``: the provenance, the types of the output's columns, and the context that the engine had."""
+    """The content of ``_run.json``: the provenance, the types of the output's columns, and the engine's context in tokens."""
 
     def __init__(self, provenance: Provenance, *, columns: pa.Schema) -> None:
         types = {field.name: str(field.type) for field in columns}
@@ -54,8 +54,8 @@ class RunRecord:
                 + "\nuse another output.path, or resume=force to start over"
             )
 
-    def write(self, path: Path) -> None:
-        durable.replace_text(path, json.dumps(self.values, indent=2, ensure_ascii=False) + "\n")
+    def write(self, path: Path, *, max_model_len: int) -> None:
+        durable.replace_text(path, json.dumps(self.values | {"max_model_len": max_model_len}, indent=2, ensure_ascii=False) + "\n")
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -43,6 +43,11 @@ class Engine(Protocol):
     @property
     def stats(self) -> Stats: ...
 
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        ...
+
     def generate(self, requests: Iterable[Request | None]) -> Iterator[Completion]:
         """A None among the requests says: nothing more before something has finished."""
         ...
@@ -114,7 +119,7 @@ def run(
         rows_total = sum(part.shard.num_rows for part in parts)
         metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
         engine = load_engine() if open_parts else None
-        ledger.start(record)
+        ledger.start(record, max_model_len=None if engine is None else engine.max_model_len)
         mill = _Mill(
             job=job,
             reader=reader,

@@ -23,17 +23,17 @@ def decoder_spec(
     """
     allow(config, "hidden_act", "silu")
     allow(config, "mlp_bias", False)
-    num_heads = value(config, "num_attention_heads")
+    num_heads = size(config, "num_attention_heads")
     return DecoderSpec(
         model_type=value(config, "model_type"),
-        vocab_size=value(config, "vocab_size"),
-        hidden_size=value(config, "hidden_size"),
-        intermediate_size=value(config, "intermediate_size"),
-        num_layers=value(config, "num_hidden_layers"),
+        vocab_size=size(config, "vocab_size"),
+        hidden_size=size(config, "hidden_size"),
+        intermediate_size=size(config, "intermediate_size"),
+        num_layers=size(config, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=value(config, "num_key_value_heads", num_heads),
-        head_dim=value(config, "head_dim", head_dim or value(config, "hidden_size") // num_heads),
-        max_position_embeddings=value(config, "max_position_embeddings"),
+        num_kv_heads=size(config, "num_key_value_heads", num_heads),
+        head_dim=size(config, "head_dim", head_dim or size(config, "hidden_size") // num_heads),
+        max_position_embeddings=size(config, "max_position_embeddings"),
         rms_norm_eps=value(config, "rms_norm_eps", 1e-6),
         rope=_rope(config),
         tie_word_embeddings=value(config, "tie_word_embeddings", False),
@@ -51,6 +51,14 @@ def value(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
     if default is _REQUIRED:
         raise ValueError(f"model.path: config.json lacks {key}")
     return default
+
+
+def size(config: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> int:
+    """``value`` that must be a whole number from 1 on."""
+    found = value(config, key, default)
+    if type(found) is not int or found < 1:
+        raise ValueError(f"model.path: config.json has {key}={found!r}, which must be a whole number from 1 on")
+    return found
 
 
 def allow(config: Mapping[str, Any], key: str, only: Any) -> None:

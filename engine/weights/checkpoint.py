@@ -47,6 +47,12 @@ def checkpoint_folder(config: ModelConfig, *, weights: bool = True) -> Path:
     raise ValueError(f"model.path: there is no folder {path}; give a folder with safetensors, a .gguf file or a hub id such as owner/name")
 
 
+def tokenizer_folder(name: str) -> Path:
+    """The folder that ``model.tokenizer`` names, fetched from the hub where it is no folder here."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else hub_folder(name, revision=None, weights=False, key="model.tokenizer")
+
+
 def hub_folder(hub_id: str, *, revision: str | None, weights: bool, key: str) -> Path:
     """The local snapshot of a hub repository: only JSON, templates and, with ``weights``, safetensors.
 
@@ -98,7 +104,10 @@ def folder_spec(folder: Path) -> DecoderSpec:
     if not config.get("model_type"):
         raise ValueError(f"model.path: {folder / 'config.json'} lacks model_type")
     family = plugins.load("engine.models", config["model_type"], key="model.path")
-    spec: DecoderSpec = family.spec(config)
+    try:
+        spec: DecoderSpec = family.spec(config)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"model.path: {folder / 'config.json'} has a value of a wrong type: {error}") from error
     return spec
 
 
@@ -107,7 +116,10 @@ def end_token_ids(folder: Path) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         found = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         if found is not None:
-            return (found,) if isinstance(found, int) else tuple(found)
+            ids = found if isinstance(found, list) else [found]
+            if not all(type(token_id) is int for token_id in ids):
+                raise ValueError(f"model.path: {folder / name} has eos_token_id={found!r}, which is neither a token id nor a list of them")
+            return tuple(ids)
     return ()
 
 

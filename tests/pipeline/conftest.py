@@ -60,6 +60,8 @@ class ScriptedEngine:
     KeyboardInterrupt after so many answers, ``fail_after`` RuntimeError.
     """
 
+    max_model_len = MAX_PROMPT_TOKENS
+
     def __init__(self, *, max_waiting: int = 64, stop_after: int | None = None, fail_after: int | None = None) -> None:
         self.max_waiting = max_waiting
         self.stop_after = stop_after

@@ -135,6 +135,30 @@ def test_other_settings_are_refused_with_the_difference(run_job, write_jsonl, re
     assert run_job(path, fingerprint=other).num_resumed == 40
 
 
+def test_a_run_without_a_finished_part_is_held_to_its_settings_too(run_job, write_jsonl, scripted_engine) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path, fingerprint={"model": "m"}, engine=scripted_engine(max_waiting=3, stop_after=2))
+    with pytest.raises(ValueError, match=r"fingerprint\.model: was \"m\", is \"n\""):
+        run_job(path, fingerprint={"model": "n"})
+    assert run_job(path, fingerprint={"model": "m"}).num_resumed == 2
+
+
+@pytest.mark.parametrize("met", [True, False])
+def test_another_context_counts_where_a_row_met_its_end(run_job, write_jsonl, scripted_engine, tmp_path, met: bool) -> None:
+    path = write_jsonl([{"prompt": "x " * 3000 if met else "short"}, *ROWS])
+    run_job(path)
+    (tmp_path / "out" / "part-00003.arrow").unlink()
+    smaller = scripted_engine()
+    smaller.max_model_len = 77
+    if met:
+        with pytest.raises(ValueError, match=r"1 finished rows met the end of a context of 4000 tokens, and now it ends at 77"):
+            run_job(path, engine=smaller)
+        assert run_job(path).num_resumed == 33
+    else:
+        run_job(path, engine=smaller)
+        assert json.loads((tmp_path / "out" / "_run.json").read_text())["max_model_len"] == 77
+
+
 def test_never_refuses_a_folder_with_anything_in_it(run_job, write_jsonl, tmp_path) -> None:
     path = write_jsonl(ROWS)
     run_job(path, resume="never")

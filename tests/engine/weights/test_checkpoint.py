@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 
 import pytest
 
+from engine import Tokenizer
 from engine.config import ModelConfig
 from engine.weights import checkpoint_folder, read_spec
 
@@ -60,3 +63,33 @@ def test_a_package_file_is_found_without_importing_the_package(cache, monkeypatc
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ValueError, match=r"model\.sha256.*x\.gguf hashes to"):
         checkpoint_folder(ModelConfig(path="package:explosive/x.gguf", sha256="00"))
+
+
+BROKEN = [
+    ("config.json", "hidden_size", "wide", r"config\.json has hidden_size='wide'"),
+    ("config.json", "num_attention_heads", 0, r"config\.json has num_attention_heads=0"),
+    ("config.json", "num_hidden_layers", 2.5, r"config\.json has num_hidden_layers=2\.5"),
+    ("config.json", "vocab_size", [], r"config\.json has vocab_size=\[\]"),
+    ("config.json", "rope_scaling", "much", r"config\.json has a value of a wrong type"),
+    ("config.json", "eos_token_id", "end", r"eos_token_id='end', which is neither"),
+    ("tokenizer_config.json", "eos_token", 7, r"tokenizer_config\.json has eos_token=7"),
+]
+
+
+@pytest.mark.parametrize(("name", "key", "value", "words"), BROKEN)
+def test_a_broken_value_in_a_model_folder_is_refused_by_name(tiny_model, tmp_path, name, key, value, words):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    values = json.loads((folder / name).read_text())
+    (folder / name).write_text(json.dumps(values | {key: value}))
+    config = ModelConfig(path=str(folder))
+    load = Tokenizer.load if "eos" in key else read_spec
+    with pytest.raises(ValueError, match=rf"^model\.(path|tokenizer): .*{words}"):
+        load(config)
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "", "no JSON"])
+def test_a_tokenizer_file_that_is_none_is_refused(tiny_model, tmp_path, text):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ValueError, match=r"^model\.tokenizer: .*tokenizer\.json is no file of the tokenizers library"):
+        Tokenizer.load(ModelConfig(path=str(folder)))
