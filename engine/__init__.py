@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.loop import Engine
     from engine.sampling_params import SamplingParams
     from engine.tokenizer import Tokenizer
+    from engine.weights.cache import cache_root
     from engine.weights.identity import model_identity
 from engine.types import Completion, Request
 
@@ -39,6 +40,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Tokenizer",
+    "cache_root",
     "check_grammar",
     "model_identity",
     "parse_bytes",
@@ -58,6 +60,7 @@ _HOME = {
     "Request": "engine.types",
     "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
+    "cache_root": "engine.weights.cache",
     "model_identity": "engine.weights.identity",
     "check_grammar": "engine.grammar.compiler",
     "parse_bytes": "engine.config",

@@ -1,71 +1,184 @@
-"""The output folder of one run, held by one process at a time.
+"""The output folder of one run, on this machine or behind a URL: where its files are made and how they get there.
 
-Owns the lock and says who has it; what lies in the folder is the ledger's.
+Knows names, sizes and hashes; what the files hold is the ledger's.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
-import socket
-from collections.abc import Iterator
+import hashlib
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import datetime
 from pathlib import Path
-from typing import IO
 
-_LOCK = "_lock"
+import fsspec
+
+from engine import cache_root
+from pipeline import durable
+from pipeline.lock import LOCK, locked
+from pipeline.types import RunError
+
+
+class OutputFolder:
+    """A folder on this machine.
+
+    Attributes:
+        path: where files are made.
+        name: what the user calls the folder.
+    """
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self.path = path
+        self.name = name
+
+    def names(self) -> set[str]:
+        """The files in the folder."""
+        return {path.name for path in self.path.iterdir() if path.name != LOCK}
+
+    def holds(self, name: str, *, num_bytes: int, sha256: str) -> bool:
+        """Whether the file is there and whole."""
+        path = self.path / name
+        return path.is_file() and path.stat().st_size == num_bytes and durable.file_digest(path) == sha256
+
+    def rename(self, old: str, new: str) -> None:
+        durable.rename(self.path / old, self.path / new)
+
+    def remove(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def waiting(self, names: Sequence[str]) -> list[str]:
+        """Which of the parts ``names`` have yet to be delivered."""
+        return []
+
+    def fetch(self, records: Sequence[str], *, waiting: bool) -> None:
+        """Have the folder's records at ``path``; ``waiting``: parts that have yet to be delivered are there."""
+
+    def deliver(self, names: Sequence[str], *, parts: Sequence[str] = ()) -> None:
+        """What was made at ``path`` is to be in the folder, ``parts`` before the records ``names``: here it is."""
+
+
+class RemoteFolder(OutputFolder):
+    """A folder that fsspec reaches (s3, gs, abfs, sftp, ...); ``path`` is the scratch folder here.
+
+    A file is uploaded under a temporary name and then moved, so it is whole or not there. A part stays in the scratch folder
+    until it and the records that tell of it are uploaded, so whatever part lies there is to go first the next time. Two
+    machines must not work on one URL at a time: the lock is this machine's.
+    """
+
+    def __init__(self, path: Path, *, url: str) -> None:
+        """Raises ValueError where the URL cannot be reached."""
+        super().__init__(path, name=url)
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(url)
+            self._sizes = self._listed()
+        except Exception as error:  # an ImportError tells the package to install
+            raise ValueError(f"output.path: {url} cannot be reached: {error}") from error
+
+    def names(self) -> set[str]:
+        return super().names() | self._sizes.keys()
+
+    def holds(self, name: str, *, num_bytes: int, sha256: str) -> bool:
+        """A file that is uploaded counts by its size: to hash it would be to download it."""
+        if (self.path / name).exists():
+            return super().holds(name, num_bytes=num_bytes, sha256=sha256)
+        return self._sizes.get(name) == num_bytes
+
+    def rename(self, old: str, new: str) -> None:
+        if (self.path / old).exists():
+            super().rename(old, new)
+        if old in self._sizes:
+            with self._reaching():
+                self._files.mv(self._at(old), self._at(new))
+            self._sizes[new] = self._sizes.pop(old)
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        if name in self._sizes:
+            with self._reaching():
+                self._files.rm_file(self._at(name))
+            del self._sizes[name]
+
+    def waiting(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if (self.path / name).exists()]
+
+    def fetch(self, records: Sequence[str], *, waiting: bool) -> None:
+        """Bring the records that are there, unless parts here wait: then those here are newer.
+
+        Raises:
+            ValueError: parts wait, and another machine has gone on since.
+            RunError: a record cannot be brought.
+        """
+        for name in records:
+            if name in self._sizes and not waiting:
+                with self._reaching():
+                    self._files.get_file(self._at(name), str(self.path / name))
+            elif name in self._sizes and name.endswith(".jsonl") and not self._lines_there(name) <= self._lines_here(name):
+                raise ValueError(
+                    f"output.path: another machine went on at {self.name} while parts waited in {self.path} for their upload; "
+                    "take that folder away to go on from what is uploaded"
+                )
+
+    def deliver(self, names: Sequence[str], *, parts: Sequence[str] = ()) -> None:
+        """Upload, and let go of the parts here.
+
+        Raises:
+            RunError: it failed; what was not uploaded stays here.
+        """
+        with self._reaching():
+            self._files.makedirs(self._root, exist_ok=True)
+            for name in (*parts, *(name for name in names if (self.path / name).exists())):
+                self._files.put_file(str(self.path / name), self._at(f"{name}.tmp"))
+                self._files.mv(self._at(f"{name}.tmp"), self._at(name))
+                self._sizes[name] = (self.path / name).stat().st_size
+        for name in parts:
+            (self.path / name).unlink()
+
+    def _listed(self) -> dict[str, int]:
+        self._files.invalidate_cache()
+        try:
+            found = self._files.ls(self._root, detail=True)
+        except FileNotFoundError:
+            return {}
+        sizes = {info["name"].rstrip("/").rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
+        return {name: size for name, size in sizes.items() if not name.endswith(".tmp")}
+
+    def _lines_there(self, name: str) -> set[bytes]:
+        with self._reaching():
+            return set(self._files.cat_file(self._at(name)).splitlines())
+
+    def _lines_here(self, name: str) -> set[bytes]:
+        path = self.path / name
+        return set(path.read_bytes().splitlines()) if path.exists() else set()
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # each file system has its own
+            raise RunError(f"output.path: {self.name} cannot be reached: {error}; what was not uploaded is in {self.path}") from error
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
 
 
 @contextmanager
-def held(path: str) -> Iterator[Path]:
-    """The folder ``path``, made where it is missing, and nobody else's until the block ends.
+def held(path: str, *, scratch: str | None = None) -> Iterator[OutputFolder]:
+    """The folder ``path``, nobody else's until the block ends.
 
-    The lock is the kernel's: it goes with its process however that ends, so a dead run never blocks the next one.
+    A URL is worked on in ``scratch``, a folder on this machine (None: in the user's cache), where the lock lies as well.
 
     Raises:
-        ValueError: another run holds the folder (the message says which), or it cannot be written.
+        ValueError: another run holds the folder (the message says which), or it cannot be written or reached.
     """
-    folder = Path(path)
-    try:
-        is_new = not folder.exists()
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
-    except OSError as error:
-        raise ValueError(f"output.path: {path!r} cannot be written or locked: {error.strerror}") from error
-    try:
-        yield folder
-    finally:
-        (folder / _LOCK).unlink(missing_ok=True)
-        lock.close()
-        if is_new and folder.is_dir() and not any(folder.iterdir()):
-            folder.rmdir()  # the run was refused
+    if "://" not in path:
+        with locked(Path(path), key="output.path"):
+            yield OutputFolder(Path(path), name=path)
+    else:
+        local = Path(scratch).expanduser() if scratch is not None else _scratch(path)
+        with locked(local, key="output.scratch"):
+            yield RemoteFolder(local, url=path)
 
 
-def _lock(folder: Path) -> IO[str]:
-    path = folder / _LOCK
-    while True:
-        stream = path.open("a+", encoding="utf-8")
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            stream.seek(0)
-            owner = stream.read()
-            stream.close()
-            raise ValueError(f"output.path: {str(folder)!r} is in use by {_told(owner)}; wait for it, or use another folder") from None
-        if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
-            break
-        stream.close()  # its owner was just leaving and took the file along
-    stream.truncate(0)
-    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}, stream)
-    stream.flush()
-    return stream
-
-
-def _told(owner: str) -> str:
-    try:
-        values = json.loads(owner)
-        return f"process {values['pid']} on {values['host']}, which began at {values['since']}"
-    except (ValueError, TypeError, KeyError):
-        return "another run"
+def _scratch(url: str) -> Path:
+    label = re.sub(r"\W+", "_", url.rstrip("/").rpartition("/")[2])[:40]
+    return cache_root() / "outputs" / f"{label}-{hashlib.sha256(url.encode()).hexdigest()[:16]}"

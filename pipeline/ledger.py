@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from pipeline import durable
+from pipeline.folder import OutputFolder
 from pipeline.provenance import RunRecord, read_record
 from pipeline.types import Part, Shard
 
@@ -47,6 +48,22 @@ class FinishedPart:
     sha256: str
     bytes: int
 
+    @classmethod
+    def of(cls, part: int, path: Path, *, file: str, rows: Sequence[Mapping[str, Any]]) -> FinishedPart:
+        """The line for the part that lies whole at ``path`` and will be ``file``; ``rows`` are all its output rows' values."""
+        return cls(
+            part=part,
+            file=file,
+            rows=len(rows),
+            errors=sum(row["status"] == "error" for row in rows),
+            cut=sum(row["finish_reason"] == "length" for row in rows),
+            at_context=sum(row.get("stop_reason") == "context" or row.get("error_code") == "too_long" for row in rows),
+            first_row_id=rows[0]["row_id"],
+            last_row_id=rows[-1]["row_id"],
+            sha256=durable.file_digest(path),
+            bytes=path.stat().st_size,
+        )
+
 
 class Ledger:
     """The record of one output folder.
@@ -60,7 +77,7 @@ class Ledger:
         finished: the parts that are done, by index.
     """
 
-    def __init__(self, folder: Path, *, resume: Resume) -> None:
+    def __init__(self, folder: OutputFolder, *, resume: Resume) -> None:
         """Look at ``folder``, and change nothing in it.
 
         Raises:
@@ -71,9 +88,10 @@ class Ledger:
         self.folder = folder
         self.finished: dict[int, FinishedPart] = {}
         self._shards: dict[int, Shard] = {}
-        self._unfinished_commits: list[Path] = []
-        self._damaged: list[Path] = []
+        self._unfinished_commits: list[str] = []
+        self._damaged: list[str] = []
         self._resume = resume
+        self._fetch()
         self._refuse_foreign()
         if resume == "auto":
             self._read_shards()
@@ -90,7 +108,7 @@ class Ledger:
     def refuse_other(self, record: RunRecord) -> None:
         """Raises ValueError where the folder holds answers that were made under other settings."""
         if self._goes_on:
-            record.refuse_other(self.folder / _RUN)
+            record.refuse_other(self.folder.path / _RUN)
 
     def assign(self, shards: Sequence[Shard]) -> list[Part]:
         """A part for every shard, in their order: known shards keep theirs, new ones get the next numbers.
@@ -131,54 +149,50 @@ class Ledger:
             self._refuse_other_context(max_model_len)
         if not self._goes_on:
             self._clear()
-        for path in self._unfinished_commits:
-            durable.rename(path, path.with_suffix(""))
-        for path in self._damaged:
-            _LOG.warning("%s is not what _manifest.jsonl says; its rows run again, and it is kept as _damaged-%s", path, path.name)
-            durable.rename(path, path.with_name(f"_damaged-{path.name}"))
+        for name in self._unfinished_commits:
+            self.folder.rename(_temporary(name), name)
+        for name in self._damaged:
+            _LOG.warning(
+                "%s/%s is not what _manifest.jsonl says; its rows run again, and it is kept as _damaged-%s", self.folder.name, name, name
+            )
+            self.folder.rename(name, f"_damaged-{name}")
+        waiting = self.folder.waiting([line.file for line in self.finished.values()])
+        self.folder.deliver(_RECORDS, parts=[file for name in waiting for file in self._files_of(name)])
         if max_model_len is not None:
-            record.write(self.folder / _RUN, max_model_len=max_model_len)
+            record.write(self.folder.path / _RUN, max_model_len=max_model_len)
         self._rewrite(_MANIFEST, (asdict(line) for line in self.finished.values()))
         self._rewrite(_SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
-        errors, _ = durable.readable_lines(self.folder / _ERRORS)
+        errors, _ = durable.readable_lines(self.folder.path / _ERRORS)
         self._rewrite(_ERRORS, (error for error in errors if error.get("part") in self.finished))
         done = {self.working_part(index) for index in self.finished}
-        for path in [*self.folder.glob("part-*.*.tmp"), *self.folder.glob("part-*.new"), *(done & set(self._working_parts()))]:
+        stale = [*self.folder.path.glob("part-*.*.tmp"), *self.folder.path.glob("part-*.new"), *(done & set(self._working_parts()))]
+        for path in stale:
             path.unlink()
+        self.folder.deliver(_WRITTEN)
 
     def working_part(self, index: int) -> Path:
         """Where the answers of a part lie that is not finished."""
-        return self.folder / f"part-{index:05d}.tmp"
+        return self.folder.path / f"part-{index:05d}.tmp"
 
     def commit(self, part: Part, *, suffix: str, write: Callable[[Path], None], rows: Sequence[Mapping[str, Any]]) -> FinishedPart:
         """Finish ``part``: ``write`` makes its file under a temporary name; ``rows`` are all its output rows' values."""
-        final = self.folder / (part.stem + suffix)
-        temporary = _temporary(final)
+        name = part.stem + suffix
+        temporary = self.folder.path / _temporary(name)
         write(temporary)
         failed = [row for row in rows if row["status"] == "error"]
-        finished = FinishedPart(
-            part=part.index,
-            file=final.name,
-            rows=len(rows),
-            errors=len(failed),
-            cut=sum(row["finish_reason"] == "length" for row in rows),
-            at_context=sum(row.get("stop_reason") == "context" or row.get("error_code") == "too_long" for row in rows),
-            first_row_id=rows[0]["row_id"],
-            last_row_id=rows[-1]["row_id"],
-            sha256=durable.file_digest(temporary),
-            bytes=temporary.stat().st_size,
-        )
+        finished = FinishedPart.of(part.index, temporary, file=name, rows=rows)
         keys = ("row_key", "row_id", "error_code", "error_message")
         if failed:
-            durable.append_lines(self.folder / _ERRORS, ({"part": part.index} | {key: row[key] for key in keys} for row in failed))
-        durable.append_lines(self.folder / _MANIFEST, [asdict(finished)])
-        durable.rename(temporary, final)
+            durable.append_lines(self.folder.path / _ERRORS, ({"part": part.index} | {key: row[key] for key in keys} for row in failed))
+        durable.append_lines(self.folder.path / _MANIFEST, [asdict(finished)])
+        durable.rename(temporary, self.folder.path / name)
         self.working_part(part.index).unlink(missing_ok=True)
+        self.folder.deliver([_MANIFEST, _ERRORS] if failed else [_MANIFEST], parts=self._files_of(name))
         self.finished[part.index] = finished
         return finished
 
     def _refuse_other_context(self, max_model_len: int) -> None:
-        before = read_record(self.folder / _RUN).get("max_model_len")
+        before = read_record(self.folder.path / _RUN).get("max_model_len")
         met = sum(part.at_context for part in self.finished.values())
         if met and before != max_model_len:
             raise ValueError(
@@ -186,17 +200,22 @@ class Ledger:
                 "set engine.max_model_len, kv_cache.memory or kv_cache.num_blocks so that it is the same, or use another output.path"
             )
 
+    def _fetch(self) -> None:
+        parts = [name for name in self.folder.names() if _PART.fullmatch(name)]
+        self.folder.fetch([*_RECORDS, _ERRORS], waiting=bool(self.folder.waiting(parts)))
+
     def _refuse_foreign(self) -> None:
-        names = sorted(path.name for path in [*self._parts(), *(self.folder / name for name in _WRITTEN)] if path.exists())
+        there = self.folder.names()
+        names = sorted(name for name in there if _PART.fullmatch(name) or name in _WRITTEN)
         if names and not set(names) & set(_RECORDS):
             raise ValueError(
-                f"output.path: {str(self.folder)!r} holds {names[0]} but no record of a run, so it is somebody else's; use another folder"
+                f"output.path: {self.folder.name!r} holds {names[0]} but no record of a run, so it is somebody else's; use another folder"
             )
-        if self._resume == "never" and any(path.name != "_lock" for path in self.folder.iterdir()):
-            raise ValueError(f"output.path: the folder {str(self.folder)!r} is not empty and resume=never; choose another")
+        if self._resume == "never" and there:
+            raise ValueError(f"output.path: the folder {self.folder.name!r} is not empty and resume=never; choose another")
 
     def _read_shards(self) -> None:
-        for line in durable.read_lines(self.folder / _SHARDS):
+        for line in durable.read_lines(self.folder.path / _SHARDS):
             index = line.pop("part", None)
             shard = _entry(Shard, line)
             if shard is None or not isinstance(index, int):
@@ -207,48 +226,47 @@ class Ledger:
 
     def _read_manifest(self) -> None:
         """Find out which parts are finished; those that no line vouches for are damaged."""
-        values, _ = durable.readable_lines(self.folder / _MANIFEST)
+        there = self.folder.names()
+        values, _ = durable.readable_lines(self.folder.path / _MANIFEST)
         lines = [line for value in values if (line := _entry(FinishedPart, value)) is not None]
         for line in lines:
             if not _is_named(line) or line.part not in self._shards or line.rows < self._shards[line.part].num_rows:
                 continue
-            final = self.folder / line.file
-            if _holds(final, line):
+            if self.folder.holds(line.file, num_bytes=line.bytes, sha256=line.sha256):
                 self.finished[line.part] = line
-            elif not final.exists() and _holds(_temporary(final), line):
+            elif line.file not in there and self.folder.holds(_temporary(line.file), num_bytes=line.bytes, sha256=line.sha256):
                 self.finished[line.part] = line
-                self._unfinished_commits.append(_temporary(final))
+                self._unfinished_commits.append(line.file)
         known = {line.file for line in self.finished.values()}
-        self._damaged = sorted(path for path in self._parts() if path.name not in known)
+        self._damaged = sorted(name for name in there - known if _PART.fullmatch(name))
         if self._damaged and not lines:
             raise ValueError(
-                f"output.path: {str(self.folder)!r} holds {self._damaged[0].name}, which its {_MANIFEST} does not know; "
+                f"output.path: {self.folder.name!r} holds {self._damaged[0]}, which its {_MANIFEST} does not know; "
                 "restore it, use another output.path, or resume=force to start over"
             )
 
     def _rewrite(self, name: str, values: Iterable[Mapping[str, Any]]) -> None:
-        path = self.folder / name
+        path = self.folder.path / name
         text = "".join(durable.json_line(value) for value in values)
         if text.encode() != (path.read_bytes() if path.exists() else b""):
             durable.replace_text(path, text)
 
-    def _parts(self) -> Iterator[Path]:
-        return (path for path in self.folder.glob("part-*") if _PART.fullmatch(path.name))
+    def _files_of(self, name: str) -> list[str]:
+        """A part and what its writer put beside it, the part last."""
+        return sorted(path.name for path in self.folder.path.glob("[a-z]*" + name.removeprefix("part")))
 
     def _working_parts(self) -> Iterator[Path]:
-        return (path for path in self.folder.glob("part-*.tmp") if path.name.count(".") == 1)
+        return (path for path in self.folder.path.glob("part-*.tmp") if path.name.count(".") == 1)
 
     def _clear(self) -> None:
         """Take away everything that an earlier run wrote, and nothing else; the settings go last."""
-        for path in [
-            *self.folder.glob("part-[0-9]*"),
-            *self.folder.glob("errors-[0-9]*"),
-            *(self.folder / name for name in reversed(_WRITTEN)),
-        ]:
-            path.unlink(missing_ok=True)
-        for rerun in self.folder.glob("_rerun-[0-9]*"):
+        there = self.folder.names()
+        made = sorted(name for name in there if name.startswith(("part-", "errors-")))
+        for name in [*made, *(name for name in reversed(_WRITTEN) if name in there)]:
+            self.folder.remove(name)
+        for rerun in self.folder.path.glob("_rerun-[0-9]*"):
             shutil.rmtree(rerun)
-        durable.sync_folder(self.folder)
+        durable.sync_folder(self.folder.path)
 
 
 def _entry(kind: type[_Entry], values: Mapping[str, Any]) -> _Entry | None:
@@ -264,9 +282,5 @@ def _is_named(line: FinishedPart) -> bool:
     return match is not None and int(match[1]) == line.part
 
 
-def _holds(path: Path, line: FinishedPart) -> bool:
-    return path.is_file() and path.stat().st_size == line.bytes and durable.file_digest(path) == line.sha256
-
-
-def _temporary(path: Path) -> Path:
-    return path.with_name(path.name + ".tmp")
+def _temporary(name: str) -> str:
+    return name + ".tmp"

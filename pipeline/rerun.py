@@ -156,17 +156,7 @@ class Rerun:
         final = archive.folder / archive.parts[part].file
         temporary = final.with_name(final.name + ".tmp")
         writer.write(temporary, table)
-        line = FinishedPart(
-            part=part,
-            file=final.name,
-            rows=len(rows),
-            errors=sum(row["status"] == "error" for row in rows),
-            cut=sum(row["finish_reason"] == "length" for row in rows),
-            first_row_id=rows[0]["row_id"],
-            last_row_id=rows[-1]["row_id"],
-            sha256=durable.file_digest(temporary),
-            bytes=temporary.stat().st_size,
-        )
+        line = FinishedPart.of(part, temporary, file=final.name, rows=rows)
         merge = Merge(rerun=self.folder.name, part=part, rows=len(self.rows[part]), sha256=line.sha256)
         durable.append_lines(archive.folder / RERUNS, [asdict(merge)])
         durable.append_lines(archive.folder / "_manifest.jsonl", [asdict(line)])

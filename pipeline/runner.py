@@ -103,7 +103,7 @@ def run(
         ValueError: something is refused, before any row is computed.
         RunError: the run began and cannot go on; finished parts stay.
     """
-    with held(output.path) as folder:
+    with held(output.path, scratch=output.scratch) as folder:
         ledger = Ledger(folder, resume=resume)
         reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
         job.check(reader.schema)
@@ -347,11 +347,12 @@ def _summary(
     num_rows = sum(part.rows for part in finished)
     num_errors = sum(part.errors for part in finished)
     numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
-    write_metrics(ledger.folder, numbers)
+    write_metrics(ledger.folder.path, numbers)
+    ledger.folder.deliver(["metrics.json"])
     num_answered = metrics.rows_resumed + metrics.rows_done
     return Summary(
-        output_path=str(ledger.folder),
-        parts=str(ledger.folder / f"part-*{suffix}"),
+        output_path=ledger.folder.name,
+        parts=f"{ledger.folder.name}/part-*{suffix}",
         num_rows=num_rows,
         num_ok=num_rows - num_errors,
         num_errors=num_errors,

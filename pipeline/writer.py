@@ -27,15 +27,17 @@ _PARTICULAR = {"ipc": "file", "model": None}
 class OutputOptions:
     """Where answers go.
 
-    ``format`` is a module of ``pipeline/writers``. ``ipc`` is file or stream, for Arrow. ``compression`` is zstd, lz4, gzip or
-    none, as far as the format has it; "auto" is the format's own. ``prefix`` goes before every added column's name.
-    ``token_ids`` adds the columns prompt_token_ids and token_ids, ``logprobs`` the columns logprobs, top_logprob_ids,
-    top_logprobs and prompt_logprobs, which hold what a row's sampling asks for. A record batch has ``batch_bytes`` at most,
-    or one row. ``model`` is what the file calls the model, for openai_batch.
+    ``format`` is a module of ``pipeline/writers``. ``path`` is a folder, here or behind a URL; ``scratch`` is the folder here
+    in which files for a URL are made (None: in the user's cache). ``ipc`` is file or stream, for Arrow. ``compression`` is
+    zstd, lz4, gzip or none, as far as the format has it; "auto" is the format's own. ``prefix`` goes before every added
+    column's name. ``token_ids`` adds the columns prompt_token_ids and token_ids, ``logprobs`` the columns logprobs,
+    top_logprob_ids, top_logprobs and prompt_logprobs, which hold what a row's sampling asks for. A record batch has
+    ``batch_bytes`` at most, or one row. ``model`` is what the file calls the model, for openai_batch.
     """
 
     format: str = "arrow"
     path: str
+    scratch: str | None = None
     ipc: str = "file"
     compression: str = "auto"
     prefix: str = ""

@@ -162,7 +162,7 @@ def run_job(tmp_path: Path, text_job: Callable[..., TextJob]) -> Callable[..., S
         return run(
             job or text_job(),
             input=InputOptions(path=name, **options),
-            output=OutputOptions(path=str(tmp_path / out), **settings.pop("output", {})),
+            output=OutputOptions(path=out if "://" in out else str(tmp_path / out), **settings.pop("output", {})),
             provenance=Provenance(config={"any": 1}, fingerprint=fingerprint, versions={"pagemill": "test"}),
             load_engine=settings.pop("load_engine", lambda: engine if engine is not None else ScriptedEngine()),
             progress=settings.pop("progress", False),

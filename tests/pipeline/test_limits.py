@@ -167,7 +167,7 @@ run(
     output=OutputOptions(path=sys.argv[3]),
     provenance=Provenance(config={}, fingerprint={"model": "scripted"}, versions={}),
     load_engine=Hanging,
-    limits=Limits(stall_seconds=2),
+    limits=Limits(stall_seconds=4),
     progress=False,
 )
 """
@@ -178,7 +178,7 @@ def test_an_engine_that_hangs_is_named_and_ends_the_process(run_job, write_jsonl
     words = [sys.executable, "-c", HANG, str(Path(__file__).with_name("conftest.py")), str(path), str(tmp_path / "out")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1, done.stderr
-    assert "no step has finished for 2 s (stall_seconds)" in done.stderr
+    assert "no step has finished for 4 s (stall_seconds)" in done.stderr
     assert "rows are in flight, the oldest is in.jsonl:" in done.stderr
     assert "in generate" in done.stderr, "it says where"
     summary = run_job(path)

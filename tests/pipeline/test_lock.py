@@ -12,9 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.folder import held
+from pipeline.lock import locked
 
-HOLD = "import sys; from pipeline.folder import held\nwith held(sys.argv[1]): print('held', flush=True); sys.stdin.read()"
+HOLD = """
+import sys
+from pathlib import Path
+from pipeline.lock import locked
+with locked(Path(sys.argv[1]), key="output.path"):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
@@ -27,18 +34,19 @@ def holder(folder: Path) -> subprocess.Popen[str]:
 def test_a_second_run_is_told_who_has_the_folder_and_a_dead_one_is_nobody(tmp_path: Path) -> None:
     with holder(tmp_path / "out") as first:
         with pytest.raises(ValueError, match=rf"output\.path: .* process {first.pid} on {socket.gethostname()}, which began at 20\d\d-"):
-            held(str(tmp_path / "out")).__enter__()
+            locked(tmp_path / "out", key="output.path").__enter__()
         first.send_signal(signal.SIGKILL)
-    with held(str(tmp_path / "out")) as folder:
-        assert f'"pid": {os.getpid()}' in (folder / "_lock").read_text()
+    with locked(tmp_path / "out", key="output.path"):
+        assert f'"pid": {os.getpid()}' in (tmp_path / "out" / "_lock").read_text()
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_folder_with_something_in_it_stays(tmp_path: Path) -> None:
-    with held(str(tmp_path / "new" / "out")) as folder:
+    folder = tmp_path / "new" / "out"
+    with locked(folder, key="output.path"):
         (folder / "part").touch()
     assert [path.name for path in folder.iterdir()] == ["part"]
-    with held(str(tmp_path)):
+    with locked(tmp_path, key="output.path"):
         pass
     assert tmp_path.exists()
 
@@ -49,7 +57,7 @@ def test_never_two_at_once(tmp_path: Path) -> None:
     def take() -> None:
         while rounds[0] < 300:
             try:
-                with held(str(tmp_path)):
+                with locked(tmp_path, key="output.path"):
                     inside[0] += 1
                     most[0] = max(most[0], inside[0])
                     rounds[0] += 1
@@ -67,7 +75,8 @@ def test_never_two_at_once(tmp_path: Path) -> None:
 
 def test_a_run_refuses_a_folder_in_use_and_touches_nothing(run_job, write_jsonl, tmp_path: Path) -> None:
     rows = write_jsonl([{"prompt": "a"}])
-    with held(str(tmp_path / "out")) as folder:
+    folder = tmp_path / "out"
+    with locked(folder, key="output.path"):
         (folder / "kept").touch()
         for resume in ("auto", "never", "force"):
             with pytest.raises(ValueError, match=r"output\.path: .* is in use by process"):

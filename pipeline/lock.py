@@ -1,0 +1,70 @@
+"""A folder that one process at a time may work in.
+
+Knows nothing of what is done there; it says who has it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import IO
+
+LOCK = "_lock"
+
+
+@contextmanager
+def locked(folder: Path, *, key: str) -> Iterator[None]:
+    """Make ``folder`` where it is missing and have it alone until the block ends.
+
+    The lock is the kernel's: it goes with its process however that ends, so a dead run never blocks the next one.
+
+    Raises:
+        ValueError: another run has the folder (the message says which), or it cannot be written; the message names ``key``.
+    """
+    try:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder, key=key)
+    except OSError as error:
+        raise ValueError(f"{key}: {str(folder)!r} cannot be written or locked: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        (folder / LOCK).unlink(missing_ok=True)
+        lock.close()
+        if is_new and folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()  # the run was refused
+
+
+def _lock(folder: Path, *, key: str) -> IO[str]:
+    path = folder / LOCK
+    while True:
+        stream = path.open("a+", encoding="utf-8")
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stream.seek(0)
+            owner = stream.read()
+            stream.close()
+            raise ValueError(f"{key}: {str(folder)!r} is in use by {_told(owner)}; wait for it, or use another folder") from None
+        if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+            break
+        stream.close()  # its owner was just leaving and took the file along
+    stream.truncate(0)
+    json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}, stream)
+    stream.flush()
+    return stream
+
+
+def _told(owner: str) -> str:
+    try:
+        values = json.loads(owner)
+        return f"process {values['pid']} on {values['host']}, which began at {values['since']}"
+    except (ValueError, TypeError, KeyError):
+        return "another run"
