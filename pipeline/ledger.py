@@ -128,7 +128,7 @@ class Ledger:
             if index in self.finished and self._shards[index] != shard:
                 raise ValueError(
                     f"output.path: {self.finished[index].file} holds the answers to rows {shard.first_row} and on of {shard.file}, "
-                    "which have changed since (the file, input.rows_per_shard or limit); use another output.path or resume=force"
+                    "which have changed since (the file, or limit); use another output.path or resume=force"
                 )
             self._shards[index] = shard
             parts.append(Part(index, shard))

@@ -105,7 +105,7 @@ def run(
     """
     with held(output.path, scratch=output.scratch) as folder:
         ledger = Ledger(folder, resume=resume)
-        reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit)
+        reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit, known=ledger.shards, output_path=output.path)
         job.check(reader.schema)
         columns = OutputColumns(
             reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs

@@ -187,13 +187,33 @@ def test_new_files_get_the_next_parts_wherever_they_sort(run_job, read_parts, wr
     assert read_parts()["row_key"].to_pylist()[::8] == ["m.jsonl:0", "a.jsonl:0", "z.jsonl:0"]
 
 
-@pytest.mark.parametrize("change", ["content", "rows_per_shard"])
-def test_changed_rows_of_a_finished_part_are_refused(run_job, write_jsonl, change: str) -> None:
+@pytest.mark.parametrize("finished", [True, False])
+def test_rows_that_were_appended_are_the_only_ones_that_run(run_job, read_parts, write_jsonl, scripted_engine, finished: bool) -> None:
+    path = write_jsonl(ROWS[:21])  # the last shard has five rows
+    if finished:
+        run_job(path)
+    else:
+        run_job(path, engine=scripted_engine(max_waiting=6, stop_after=19))
+    write_jsonl(ROWS)
+    engine = scripted_engine()
+    assert run_job(path, engine=engine, input={"rows_per_shard": 16}).num_resumed == (21 if finished else 19)
+    assert len(engine.asked) == (19 if finished else 21)
+    assert read_parts()["row_key"].to_pylist() == [f"in.jsonl:{i}" for i in range(40)]
+
+
+def test_changed_rows_of_a_finished_part_are_refused(run_job, write_jsonl) -> None:
     run_job(write_jsonl(ROWS))
-    rows = [{**row, "prompt": "other"} for row in ROWS] if change == "content" else ROWS
-    options = {"rows_per_shard": 5} if change == "rows_per_shard" else {}
+    path = write_jsonl([{**row, "prompt": "other"} for row in ROWS])
     with pytest.raises(ValueError, match=r"part-00000\.arrow holds the answers .* of in\.jsonl, which have changed"):
-        run_job(write_jsonl(rows), input=options)
+        run_job(path)
+
+
+def test_rows_keep_their_parts_when_shards_are_cut_in_another_way(run_job, read_parts, write_jsonl, scripted_engine) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path, out="whole")
+    run_job(path, engine=scripted_engine(max_waiting=6, stop_after=20))
+    assert run_job(path, input={"rows_per_shard": 5}).num_resumed == 20
+    assert read_parts().equals(read_parts("whole"))
 
 
 def test_a_part_that_was_taken_away_is_computed_again(run_job, read_parts, write_jsonl, scripted_engine, tmp_path) -> None:

@@ -23,6 +23,7 @@ def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable
     """``bucket()``: the files behind the URL; empty at first, with a user's cache of its own."""
     monkeypatch.setenv("PAGEMILL_CACHE", str(tmp_path / "cache"))
     files = fsspec.filesystem("memory")
+    MemoryFileSystem.store.clear()
     yield lambda: {Path(name).name: files.cat_file(name) for name in files.find("/bucket")}
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
