@@ -30,6 +30,16 @@ def journal(path: Path, *, shard: Shard = SHARD) -> Journal:
     return Journal(path, shard=shard, schema=SCHEMA)
 
 
+def found(path: Path) -> dict[int, Any]:
+    """What the file gives, from a copy: to take over is to write."""
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    reading = journal(copy)
+    rows = dict(reading.take_over())
+    reading.close()
+    return rows
+
+
 @pytest.fixture
 def written(tmp_path: Path) -> tuple[Path, list[int]]:
     """A journal of five rows, a flush each, and its length after each flush."""
@@ -77,6 +87,7 @@ def test_what_was_taken_over_is_kept_and_goes_on(written) -> None:
     for row in range(3, 9):  # each time another process
         going_on = journal(path)
         assert sorted(going_on.take_over()) == list(range(row))
+        assert sorted(found(path)) == list(range(row)), "it is on the disk at once: the old file is gone"
         going_on.add(row, answers(row))
         going_on.flush()
         going_on.close()

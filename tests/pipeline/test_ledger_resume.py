@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import pytest
 
+import pipeline.runner
 from pipeline import durable
 
 ROWS = [{"id": i, "prompt": f"the same words {i % 3}"} for i in range(40)]
@@ -82,7 +83,7 @@ def test_nothing_left_loads_no_engine(run_job, write_jsonl) -> None:
     assert again.num_resumed == 41
 
 
-@pytest.mark.parametrize("moment", ["errors.jsonl", "_manifest.jsonl", "rename"])
+@pytest.mark.parametrize("moment", ["errors.jsonl", "_manifest.jsonl", "rename", "renamed"])
 def test_a_crash_inside_a_commit_loses_and_doubles_nothing(run_job, read_parts, write_jsonl, tmp_path, monkeypatch, moment: str) -> None:
     rows = [{"id": i, "prompt": "" if i % 5 == 0 else f"some words {i}"} for i in range(40)]
     path = write_jsonl(rows)
@@ -100,11 +101,13 @@ def test_a_crash_inside_a_commit_loses_and_doubles_nothing(run_job, read_parts, 
                 raise SystemExit
 
     def crashing_rename(source: Path, target: Path) -> None:
-        if moment == "rename" and target.name.startswith("part-"):
-            seen.append(target)
-            if len(seen) == 3:
-                raise SystemExit
+        is_commit = target.name.startswith("part-")
+        seen.extend([target] if is_commit and moment.startswith("rename") else [])
+        if is_commit and moment == "rename" and len(seen) == 3:
+            raise SystemExit
         rename(source, target)
+        if is_commit and moment == "renamed" and len(seen) == 3:
+            raise SystemExit
 
     with monkeypatch.context() as patch:
         patch.setattr(durable, "append_lines", crashing_append)
@@ -116,7 +119,7 @@ def test_a_crash_inside_a_commit_loses_and_doubles_nothing(run_job, read_parts, 
     for name in ("errors.jsonl", "_manifest.jsonl", "_shards.jsonl"):
         lines = [sorted((tmp_path / out / name).read_text().splitlines()) for out in ("out", "whole")]
         assert lines[0] == lines[1]
-    assert not list((tmp_path / "out").glob("*.tmp"))
+    assert not list((tmp_path / "out").glob("*.tmp")) + list((tmp_path / "out").glob("_damaged*"))
 
 
 def test_other_settings_are_refused_with_the_difference(run_job, write_jsonl, read_parts) -> None:
@@ -284,6 +287,31 @@ def test_a_part_that_its_line_does_not_vouch_for_is_kept_aside_and_runs_again(
     assert (out / "_damaged-part-00002.arrow").read_bytes() == damaged
     assert "part-00002.arrow is not what _manifest.jsonl says" in caplog.text
     assert run_job(path).num_resumed == 40
+
+
+def test_a_line_of_the_manifest_cannot_lead_out_of_the_folder(run_job, write_jsonl, tmp_path) -> None:
+    path = write_jsonl(ROWS)
+    run_job(path)
+    edit("file", "../part-00002.arrow")(tmp_path / "out")
+    (tmp_path / "out" / "part-00002.arrow").rename(tmp_path / "part-00002.arrow")
+    (tmp_path / "out" / "part-00077.arrow.tmp").touch()
+    assert run_job(path).num_resumed == 32
+    assert (tmp_path / "out" / "part-00002.arrow").exists()
+    assert not list((tmp_path / "out").glob("*.tmp"))
+
+
+def test_answers_are_on_the_disk_while_the_others_run(run_job, write_jsonl, scripted_engine, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(pipeline.runner, "FLUSH_SECONDS", 0.0)
+    seen = []
+
+    class Looking(scripted_engine):
+        def generate(self, requests):
+            for completion in super().generate(requests):
+                yield completion
+                seen.append(sum(path.stat().st_size for path in (tmp_path / "out").glob("part-*.tmp")))
+
+    run_job(write_jsonl(ROWS), engine=Looking(max_waiting=6))
+    assert len(set(seen)) > 10, "it grows with the answers"
 
 
 def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_path) -> None:

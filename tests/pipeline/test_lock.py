@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
@@ -49,6 +50,25 @@ def test_a_folder_with_something_in_it_stays(tmp_path: Path) -> None:
     with locked(tmp_path, key="output.path"):
         pass
     assert tmp_path.exists()
+
+
+def test_a_lock_that_was_just_let_go_and_taken_by_another_is_not_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its file is gone when we get it: whoever came between has a new one."""
+    flock, others = fcntl.flock, []
+
+    def late(stream, flags):
+        if not others:
+            (tmp_path / "_lock").unlink()
+            others.append((tmp_path / "_lock").open("w"))
+            flock(others[0], fcntl.LOCK_EX)
+        flock(stream, flags)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(ValueError, match="is in use by another run"):
+        locked(tmp_path, key="output.path").__enter__()
+    others[0].close()
+    with locked(tmp_path, key="output.path"):
+        pass
 
 
 def test_never_two_at_once(tmp_path: Path) -> None:
