@@ -41,11 +41,12 @@ def main(argv: list[str] | None = None) -> int:
 
         print(_help.keys() if named else _help.overview(VERBS))
         return 0
-    if options.multirun:
-        print("pagemill: -m: sweeps are not there yet; start one run for each value, each with its own output.path", file=sys.stderr)
-        return 2
     verb = words[0] if named else "run"
-    code: int = importlib.import_module(_HOME[verb]).main(words[1:] if named else words, show=options.cfg is not None)
+    if options.multirun and verb != "run":
+        print(f"pagemill: -m: only runs are swept, not {verb}", file=sys.stderr)
+        return 2
+    home = importlib.import_module("jobs._sweep" if options.multirun else _HOME[verb])
+    code: int = home.main(words[1:] if named else words, show=options.cfg is not None)
     return code
 
 

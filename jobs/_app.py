@@ -18,7 +18,7 @@ from engine import Engine, SamplingParams, Tokenizer, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
-from jobs._signals import INTERRUPTED, Stop
+from jobs._signals import INTERRUPTED, Stop, leave_at_once
 from pipeline import Job, PromptOptions, RunError, Summary, run
 from pipeline.ledger import Resume
 
@@ -28,7 +28,7 @@ OK, FAULT, REFUSED, ROWS_FAILED, TOO_MANY_FAILED = 0, 1, 2, 3, 4
 
 def main(overrides: list[str], *, show: bool) -> int:
     """Run one job and return its exit code; with ``show`` print its configuration instead."""
-    return guarded(lambda: _show(overrides) if show else _run(read_run(overrides)))
+    return guarded(lambda: _show(overrides) if show else run_once(read_run(overrides)))
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -86,7 +86,13 @@ def make_job(name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling
     return cast(Job, module.make(tokenizer, prompt=prompt, sampling=sampling))
 
 
-def _run(config: RunConfig) -> int:
+def run_once(config: RunConfig) -> int:
+    """One run and what is told of it; returns the exit code.
+
+    Raises:
+        ValueError: it is refused; the message names the key.
+    """
+    leave_at_once()
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
     stop = Stop()

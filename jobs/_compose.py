@@ -6,6 +6,7 @@ Knows where conf/ lies and how Hydra fails; knows no key.
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import fields
@@ -15,6 +16,7 @@ from typing import Any
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
@@ -53,6 +55,27 @@ def read_config(name: str, overrides: list[str], *, schema: type) -> DictConfig:
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ValueError(_sentence(error)) from error
     return config
+
+
+def points(overrides: list[str]) -> list[tuple[list[str], list[str]]]:
+    """The runs of a sweep: the words that all of them share, and each one's own, for every combination of the values.
+
+    Raises:
+        ValueError: an override is not in Hydra's grammar, or a prompt has a comma that would make two of it.
+    """
+    shared, choices = [], []
+    for word in overrides:
+        try:
+            override = OverridesParser.create().parse_override(word)
+            if not override.is_sweep_override():
+                shared.append(word)
+                continue
+            choices.append([f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()])
+        except HydraException as error:
+            raise ValueError(f"{word}: Hydra cannot read this; {_QUOTING}") from error
+        if word.lstrip("+").startswith("prompt."):
+            raise ValueError(f"{override.get_key_element()}: a prompt is not swept over; {_QUOTING}")
+    return [(shared, list(values)) for values in itertools.product(*choices)]
 
 
 def _stem(path: str) -> str:
@@ -103,7 +126,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return f"{cause.full_key}: {first_line[0].lower()}{first_line[1:]}"
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'$", first_line)
-    return f"{ambiguous[1]}: a comma asks for several runs, which are not there yet; {_QUOTING}" if ambiguous else first_line
+    return f"{ambiguous[1]}: a comma asks for several runs, which are started with -m; {_QUOTING}" if ambiguous else first_line
 
 
 def _unknown_key(error: ConfigAttributeError | ConfigKeyError) -> str:

@@ -27,7 +27,7 @@ def overview(verbs: Mapping[str, str]) -> str:
         f"commands\n{commands}\n\n"
         f"groups and their options (the keys: pagemill run --help)\n{groups}\n\n"
         f"{_EXAMPLES}\n"
-        "--cfg job prints the configuration and stops; --version; -h, --help"
+        "-m runs every combination of values that commas part; --cfg job prints the configuration and stops; --version; -h, --help"
     )
 
 

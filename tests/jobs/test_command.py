@@ -74,7 +74,11 @@ def test_configuration_is_shown_with_absolute_paths(pagemill: Any, tmp_path: Pat
         (["run", "input.path=in.jsonl", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this; quote"),
         (["run"], "input.path: there is no value"),
         (["walk", "input.path=in.jsonl"], "there is no command 'walk'; the commands are run, plan, verify, rerun, bench"),
-        (["-m", "seed=1,2"], "-m: sweeps are not there yet"),
+        (["input.path=in.jsonl", "seed=1,2"], "seed=1,2: a comma asks for several runs, which are started with -m"),
+        (["-m", "input.path=in.jsonl", "seed=1,2"], "output.path: 2 of 2 runs would share "),
+        (["-m", "input.path=in.jsonl", "prompt.system=Be kind, be brief"], "prompt.system: a prompt is not swept over; quote"),
+        (["-m", "input.path=in.jsonl", "seed=1,2", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this"),
+        (["bench", "-m", "seed=1,2"], "-m: only runs are swept, not bench"),
         (["run", "input.path=in.jsonl", "model.path=/no/such/model"], "model.path: there is no folder /no/such/model"),
         (["run", "input.path=in.jsonl", "job.name=bench"], "job.name: 'bench' is a command and no job"),
     ],
@@ -127,6 +131,20 @@ class TestTinyModel:
         assert record["config"]["output"]["path"] == str(tmp_path / "out")
         assert record["fingerprint"]["model.dtype"] in ("float32", "bfloat16")
 
+    def test_a_sweep_is_a_run_for_each_combination(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
+        swept = ["output.path=out/s${seed}-t${sampling.temperature}", "seed=1,2", "sampling.temperature=0.5,1.5"]
+        done = pagemill("-m", *words[1:], *swept)
+        assert done.returncode == 0, done.stderr
+        assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["s1-t0.5", "s1-t1.5", "s2-t0.5", "s2-t1.5"]
+        alone = pagemill(*words, "output.path=alone", "seed=2", "sampling.temperature=1.5")
+        assert alone.returncode == 0, alone.stderr
+        assert rows_of(tmp_path / "alone") == rows_of(tmp_path / "out" / "s2-t1.5")
+        assert "pagemill: run 4 of 4: seed=2 sampling.temperature=1.5" in done.stderr
+        stopped = pagemill("-m", *words[1:], *swept, "output.path=more/s${seed}-t${sampling.temperature}", "max_rows=1")
+        assert stopped.returncode == 75, stopped.stderr
+        assert len(list((tmp_path / "more").iterdir())) == 1
+
     def test_failed_rows_give_3(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
         (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": ""}\nno json\n')
         done = pagemill(*words)
@@ -146,7 +164,7 @@ class TestTinyModel:
         assert "sampling.top_k" in other.stderr
         assert "Traceback" not in other.stderr
 
-    def test_a_full_disk_gives_1_and_no_traceback(self, command: str, tmp_path: Path, words: list[str]) -> None:
+    def test_a_full_disk_gives_1_and_no_traceback(self, pagemill: Any, command: str, tmp_path: Path, words: list[str]) -> None:
         row = {"prompt": "Hi", "carried": random.Random(0).randbytes(40_000).hex()}
         (tmp_path / "in.jsonl").write_text(json.dumps(row))
         limited = ["bash", "-c", 'ulimit -f 24; exec "$0" "$@"', command, *words]  # no file over 24 KiB
@@ -156,6 +174,8 @@ class TestTinyModel:
         assert "the same command goes on from there" in done.stderr
         assert "Traceback" not in done.stderr
         assert list(tmp_path.glob("out/part-*.arrow")) == []
+        assert pagemill(*words).returncode == 0
+        assert [row["status"] for row in rows_of(tmp_path / "out")] == ["ok"]
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_a_signal_gives_75_and_the_next_run_goes_on(

@@ -1,0 +1,40 @@
+"""The first signal is heard between two steps, the second ends the process at once, and nothing else gets in between."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import sys, time
+from jobs._signals import Stop, leave_at_once
+leave_at_once()
+stop = Stop()
+if sys.argv[1] == "listening":
+    stop.listen()
+print("ready", flush=True)
+while not stop():
+    time.sleep(0.01)
+print("heard", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("state", ["listening", "not yet"])
+def test_one_signal_asks_and_two_end(state: str, number: signal.Signals) -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, state], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        if state == "listening":
+            assert process.stdout.readline() == "heard\n"
+            assert process.poll() is None
+            process.send_signal(number)
+        _, errors = process.communicate(timeout=30)
+    assert process.returncode == 75
+    said = ["pagemill: stopping after this step; once more stops at once"] if state == "listening" else []
+    assert errors.splitlines() == [*said, "pagemill: stopped; the same command goes on from there"]
