@@ -18,6 +18,7 @@ from jobs._signals import INTERRUPTED, Stop
 from pipeline import Job, OutputOptions, RunError, Summary, run
 from pipeline.archive import Archive
 from pipeline.columns import OutputColumns
+from pipeline.lock import locked
 from pipeline.reader import Reader, open_reader
 from pipeline.rerun import Condition, Rerun
 from pipeline.writer import PartWriter
@@ -37,7 +38,7 @@ exit codes: those of pagemill run; 0 too where no row meets the conditions
 def main(words: list[str]) -> int:
     """Rerun what ``words`` ask for and return the exit code."""
     options = _parser().parse_intermixed_args(words)
-    return guarded(lambda: _rerun(options.folder, where=options.where, overrides=options.overrides))
+    return guarded(lambda: _held(options.folder, where=options.where, overrides=options.overrides))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,10 +61,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _rerun(folder: str, *, where: list[str], overrides: list[str]) -> int:
+def _held(folder: str, *, where: list[str], overrides: list[str]) -> int:
     archive = Archive.open(folder)
+    with locked(archive.folder, key="DIR"):
+        return _rerun(archive, where=where, overrides=overrides)
+
+
+def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     if not archive.has_rows:
-        raise ValueError(f"{folder}: its format ({archive.config['output']['format']}) keeps no columns, so no row can be found in it")
+        raise ValueError(
+            f"{archive.folder}: its format ({archive.config['output']['format']}) keeps no columns, so no row can be found in it"
+        )
     conditions = [Condition.parse(text) for text in where]
     config = with_overrides(recorded(archive), overrides)
     tokenizer = Tokenizer.load(config.model)

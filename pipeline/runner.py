@@ -118,6 +118,7 @@ def run(
 
         rows_total = sum(part.shard.num_rows for part in parts)
         metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
+        gate = Gate(limits, metrics=metrics, stop=stop)
         engine = load_engine() if open_parts else None
         ledger.start(record, max_model_len=None if engine is None else engine.max_model_len)
         mill = _Mill(
@@ -128,7 +129,7 @@ def run(
             ledger=ledger,
             metrics=metrics,
             id_column=input.id_column,
-            gate=Gate(limits, metrics=metrics, stop=stop),
+            gate=gate,
             progress=Progress(metrics, enabled=progress),
             stall_seconds=limits.stall_seconds,
         )

@@ -16,6 +16,7 @@ from jobs._app import read_run
 from jobs._record import recorded, with_overrides
 from jobs._schema import RunConfig, from_json
 from pipeline.archive import Archive
+from pipeline.lock import locked
 
 ROWS = [
     *({"id": f"r{index}", "prompt": f"Question {index}?"} for index in range(8)),
@@ -131,6 +132,14 @@ def config() -> RunConfig:
     words = ["input.path=rows.jsonl", "seed=7", "sampling.max_tokens=64", "sampling.top_k=5", "engine.max_num_seqs=8"]
     run = read_run([*words, "sampling.logit_bias={42: -5}", "sampling.stop=[END]"])
     return replace(run, prompt=replace(run.prompt, system="half ${ open, {x}"))  # as it comes from a record
+
+
+def test_a_folder_in_which_a_run_is_going_on_is_left_alone(answered, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answered("out")
+    with locked(tmp_path / "out", key="output.path"):
+        assert rerun.main([str(tmp_path / "out"), "--where", "finish_reason=length"]) == 2
+    assert "is in use by process" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob("_rerun*"))
 
 
 def test_a_configuration_is_read_back_from_its_record(config: RunConfig) -> None:
