@@ -35,7 +35,8 @@ _MAX_GROUP_SLOTS = 4096
 
 def refuse(spec: AttentionSpec) -> str | None:
     if spec.batch_invariant:
-        return "engine.batch_invariant=true needs a fixed order of sums; use engine.attention=reference, or cpu in bfloat16"
+        remedy = "use engine.attention=reference, or cpu with model.dtype=bfloat16"
+        return f"engine.batch_invariant=true needs results that do not depend on the batch; {remedy}"
     return None
 
 

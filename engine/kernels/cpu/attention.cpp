@@ -85,8 +85,7 @@ private:
         return tile;
     }
 
-    // The rows of tokens first .. last - 1 over the tiles of a span: all of them see all of it, or they are one sequence's,
-    // each seeing more than the one before.
+    // The rows of tokens first .. last - 1 over the tiles of a span. Tokens of a span see ever more positions.
     void read(const Span& span, int first, int last, const Span* after) {
         const int num_tiles = std::min(span.last_tile, (attention_.tokens[last - 1].visible + kTileTokens - 1) / kTileTokens);
         Tile tile = tile_of(span, span.first_tile);

@@ -42,8 +42,7 @@ PAGEMILL_INLINE void with_constant(int value, const Work& work) {
 
 // scores_RL[r][t] = q_RD[r] . key t, for the first V vectors of the tile's tokens. Fetches the same of the tile after it.
 template <int R, int V>
-static __attribute__((noinline)) void score(
-    const bf16* q_RD, int head_dim, const Tile& tile, const Tile& next, float (*scores_RL)[kTileTokens]) {
+static __attribute__((noinline)) void score(const bf16* q_RD, int head_dim, const Tile& tile, const Tile& next, float (*scores_RL)[kTileTokens]) {
     Lanes sums[R][V];
     PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
         PAGEMILL_UNROLL for (int v = 0; v < V; v++) sums[r][v] = Lanes{};
@@ -105,8 +104,8 @@ PAGEMILL_INLINE void weigh(
 // vector `first` of the head on. Fetches the same part of the tile after it.
 template <int R, int V>
 static __attribute__((noinline)) void add_values(
-    const bf16 (*weights_RL)[kTileTokens], const float* decay_R, int num_tokens, const Tile& tile, const Tile& next, int head_dim,
-    int first, Lanes* values_RD) {
+    const bf16 (*weights_RL)[kTileTokens], const float* decay_R, int num_tokens, const Tile& tile, const Tile& next, int head_dim, int first,
+    Lanes* values_RD) {
     Lanes sums[R][V];
     PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
         const Lanes* values = values_RD + r * (head_dim / kLanes) + first;

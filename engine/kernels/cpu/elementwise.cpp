@@ -45,19 +45,16 @@ void rotate(const float* x, const float* cos_sin, std::int64_t size, bf16* out) 
     }
 }
 
-void narrow(const float* x, std::int64_t size, bf16* out) {
+void narrow_row(const float* x, std::int64_t size, bf16* out) {
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store_bf16(out + i, load(x + i));
     for (; i < size; ++i) out[i] = narrow_one(x[i]);
 }
 
-void widen(const bf16* x, std::int64_t size, float* out) {
+void widen_row(const bf16* x, std::int64_t size, float* out) {
     std::int64_t i = 0;
     for (; i + kLanes <= size; i += kLanes) store(out + i, load_bf16(x + i));
-    for (; i < size; ++i) {
-        bf16 lanes[kLanes] = {x[i]};
-        out[i] = load_bf16(lanes)[0];
-    }
+    for (; i < size; ++i) out[i] = widen(x[i]);
 }
 
 }  // namespace pagemill

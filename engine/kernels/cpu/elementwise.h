@@ -21,8 +21,8 @@ void rms_norm_head(float* x, const float* weight, std::int64_t size, float eps);
 void rotate(const float* x, const float* cos_sin, std::int64_t size, bf16* out);
 
 // Between the two number types, any size.
-void narrow(const float* x, std::int64_t size, bf16* out);
-void widen(const bf16* x, std::int64_t size, float* out);
+void narrow_row(const float* x, std::int64_t size, bf16* out);
+void widen_row(const bf16* x, std::int64_t size, float* out);
 
 // gate * sigmoid(gate) * up, in each lane.
 PAGEMILL_INLINE Lanes silu_times(Lanes gate, Lanes up) {

@@ -99,14 +99,15 @@ void multiply_tiles(const Weights& weights, const Rows& x, Range tiles, const Do
     const std::int64_t num_row_tiles = x.num_tiles<Kind>();
     const std::int64_t lines_of_step = Kind::kStepBytes / kLineBytes;
     const std::int64_t share = (lines_of_step + num_row_tiles - 1) / num_row_tiles;
+    std::int64_t panel = tiles.begin / num_row_tiles, row_tile = tiles.begin % num_row_tiles;
     for (std::int64_t tile = tiles.begin; tile < tiles.end; ++tile) {
-        const std::int64_t panel = tile / num_row_tiles, row_tile = tile % num_row_tiles;
         const std::int64_t lines_before = std::min(share * row_tile, lines_of_step);
         const std::int64_t lines = panel + 1 < weights.num_panels() ? std::min(share, lines_of_step - lines_before) : 0;
         const Ahead ahead{weights.panel<Kind>(panel + 1) + weights.num_steps<Kind>() * lines_before * kLineBytes, int(lines)};
         multiply_rows<Kind>(
             weights, panel, x, share_of(x.count, row_tile, num_row_tiles), ahead, done_for(panel),
             std::make_integer_sequence<int, Kind::kMaxRows>{});
+        if (++row_tile == num_row_tiles) row_tile = 0, ++panel;
     }
 }
 

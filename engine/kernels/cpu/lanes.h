@@ -73,6 +73,16 @@ PAGEMILL_INLINE Lanes add_dot(Lanes sum, Pairs a, Pairs b) {
 // sum + the four products of a's unsigned and b's signed bytes in each lane; no lane may overflow.
 PAGEMILL_INLINE Ints add_dot4(Ints sum, Ints a, Ints b) { return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b); }
 
+// The largest magnitude of 64 numbers, as the upper half of a float32; infinities and NaN count as larger than the others.
+PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    const __m512i a = _mm512_and_si512(_mm512_loadu_si512(from), magnitude), b = _mm512_and_si512(_mm512_loadu_si512(from + 32), magnitude);
+    const __m512i of_32 = _mm512_max_epu16(a, b);
+    const __m256i of_16 = _mm256_max_epu16(_mm512_castsi512_si256(of_32), _mm512_extracti64x4_epi64(of_32, 1));
+    const __m128i of_8 = _mm_max_epu16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
+    return bf16(~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1))), 0));
+}
+
 PAGEMILL_INLINE Lanes load_bf16(const bf16* from) {
     return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
 }
@@ -99,6 +109,12 @@ PAGEMILL_INLINE Lanes add_dot(Lanes sum, Pairs a, Pairs b) {
 PAGEMILL_INLINE Ints add_dot4(Ints sum, Ints a, Ints b) {
     PAGEMILL_UNROLL for (int shift = 0; shift < 32; shift += 8) sum += (a >> shift & 0xff) * (b << (24 - shift) >> 24);
     return sum;
+}
+
+PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
+    bf16 result = 0;
+    for (int i = 0; i < 64; i++) result = (from[i] & 0x7fff) > result ? from[i] & 0x7fff : result;
+    return result;
 }
 
 typedef bf16 Halves __attribute__((vector_size(PAGEMILL_VECTOR_BYTES / 2)));
@@ -141,6 +157,11 @@ typedef std::uint8_t Bytes __attribute__((vector_size(kLanes)));
 PAGEMILL_INLINE void store_bytes(std::uint8_t* to, Lanes x) {
     const Bytes bytes = __builtin_convertvector(__builtin_convertvector(round_to_whole(x), Ints), Bytes);
     std::memcpy(to, &bytes, sizeof bytes);
+}
+
+PAGEMILL_INLINE float widen(bf16 x) {
+    const std::uint32_t bits = std::uint32_t(x) << 16;
+    return load_as<float>(&bits);
 }
 
 // 2^x for x <= 127; exactly 1 at 0, 0 from -127 down (at -inf too). Relative error below 3e-6: a polynomial of degree 4 in

@@ -1,7 +1,7 @@
 // Packs weights of both kinds, and runs the plain linear layer over them; the tiles are tile_bf16.h's and tile_int8.h's.
 #include "linear.h"
 
-#include <cmath>
+#include <vector>
 
 #include "product.h"
 
@@ -26,31 +26,28 @@ struct Source {
     }
 };
 
-float to_float(bf16 x) {
-    const bf16 several[kLanes] = {x};
-    return load_bf16(several)[0];
-}
-
-// Output `place` of a panel in bf16.
-void pack_output(const bf16* row, std::int64_t num_in, std::int64_t num_steps, int place, bf16* panel) {
-    for (std::int64_t input = 0; input < num_steps * Bf16::kStepInputs; ++input)
-        panel[(input / 2 * kPanel + place) * 2 + input % 2] = row != nullptr && input < num_in ? row[input] : bf16(0);
+// Output `place` of a panel in bf16; `row` has zeros up to whole steps.
+void pack_output(const std::vector<bf16>& row, int place, bf16* panel) {
+    for (std::size_t input = 0; input < row.size(); input += 2) std::memcpy(panel + input * kPanel + 2 * place, &row[input], 2 * sizeof(bf16));
 }
 
 // The same in int8; gives the scale.
-float pack_output(const bf16* row, std::int64_t num_in, std::int64_t num_steps, int place, std::byte* panel) {
-    float largest = 0;
-    for (std::int64_t input = 0; row != nullptr && input < num_in; ++input) largest = std::max(largest, std::fabs(to_float(row[input])));
-    const float scale = largest / Int8::kLargest;
-    for (std::int64_t step = 0; step < num_steps; ++step, panel += Int8::kStepBytes) {
+float pack_output(const std::vector<bf16>& row, int place, std::byte* panel) {
+    bf16 most = 0;
+    for (std::size_t input = 0; input < row.size(); input += 64) most = std::max(most, largest_magnitude_of_64(&row[input]));
+    const float scale = widen(most) / Int8::kLargest;
+    const Lanes inverse = all(scale > 0 ? 1.0f / scale : 0.0f);
+    for (std::size_t first = 0; first < row.size(); first += Int8::kStepInputs, panel += Int8::kStepBytes) {
+        std::uint8_t rounded[Int8::kStepInputs];
+        for (int i = 0; i < Int8::kStepInputs; i += kLanes)
+            store_bytes(rounded + i, multiply_add(load_bf16(&row[first + i]), inverse, all(float(Int8::kZero))));
         std::int32_t total = 0;
-        for (int i = 0; i < Int8::kStepInputs; ++i) {
-            const std::int64_t input = step * Int8::kStepInputs + i;
-            const bool is_there = row != nullptr && input < num_in && scale > 0;
-            const std::int8_t rounded = is_there ? std::int8_t(std::nearbyint(to_float(row[input]) / scale)) : std::int8_t(0);
-            std::memcpy(panel + Int8::kOffsetBytes + (i / 4 * kPanel + place) * 4 + i % 4, &rounded, 1);
-            total += rounded;
+        for (std::uint8_t& number : rounded) {
+            total += number - Int8::kZero;
+            number = std::uint8_t(number - Int8::kZero);
         }
+        for (int quad = 0; quad < Int8::kStepInputs / 4; ++quad)
+            std::memcpy(panel + Int8::kOffsetBytes + (quad * kPanel + place) * 4, rounded + 4 * quad, 4);
         const std::int32_t offset = -Int8::kZero * total;
         std::memcpy(panel + place * sizeof offset, &offset, sizeof offset);
     }
@@ -88,16 +85,20 @@ void pagemill_pack(
     float* scales) {
     const Source source{weights, stride, num_out, num_in, num_gates};
     const Weights shape{panels, scales, nullptr, num_in, std::int32_t(source.num_outputs())};
+    const std::int64_t num_steps = scales ? shape.num_steps<Int8>() : shape.num_steps<Bf16>();
+    const std::int64_t step_inputs = scales ? Int8::kStepInputs : Bf16::kStepInputs, step_bytes = scales ? Int8::kStepBytes : Bf16::kStepBytes;
 #pragma omp parallel for
-    for (std::int64_t output = 0; output < shape.num_panels() * kPanel; ++output) {
-        const std::int64_t panel = output / kPanel;
-        const int place = int(output % kPanel);
-        if (shape.is_int8()) {
-            const auto at = panels + panel * shape.num_steps<Int8>() * Int8::kStepBytes;
-            scales[output] = pack_output(source.row(output), num_in, shape.num_steps<Int8>(), place, at);
-        } else {
-            const auto at = (bf16*)(panels + panel * shape.num_steps<Bf16>() * Bf16::kStepBytes);
-            pack_output(source.row(output), num_in, shape.num_steps<Bf16>(), place, at);
+    for (std::int64_t panel = 0; panel < shape.num_panels(); ++panel) {
+        std::byte* at = panels + panel * num_steps * step_bytes;
+        for (int place = 0; place < kPanel; ++place) {
+            std::vector<bf16> row(num_steps * step_inputs);
+            const std::int64_t output = panel * kPanel + place;
+            if (const bf16* from = source.row(output)) std::copy(from, from + num_in, row.begin());
+            if (scales) {
+                scales[output] = pack_output(row, place, at);
+            } else {
+                pack_output(row, place, (bf16*)at);
+            }
         }
     }
 }

@@ -4,21 +4,21 @@
 namespace pagemill {
 
 void quantise_row(const bf16* x, std::int64_t size, std::uint8_t* out, float* scales) {
-    constexpr int kVectors = Int8::kStepInputs / kLanes;
+    constexpr int kGroup = Int8::kStepInputs;
     constexpr float kNegligible = 1e-30f;  // under it a group counts as zeros: its scale's inverse would overflow
-    for (std::int64_t first = 0; first < size; first += Int8::kStepInputs, out += Int8::kStepInputs) {
-        alignas(64) bf16 group[Int8::kStepInputs] = {};
-        std::memcpy(group, x + first, sizeof(bf16) * std::min<std::int64_t>(Int8::kStepInputs, size - first));
-        Lanes numbers[kVectors], largest_of{}, fault{};
-        for (int v = 0; v < kVectors; ++v) {
-            numbers[v] = load_bf16(group + v * kLanes);
-            largest_of = max(largest_of, max(numbers[v], -numbers[v]));
-            fault += numbers[v] - numbers[v];  // 0, or NaN where a number is none
-        }
-        const float most = largest(largest_of);
-        const float inverse = most > kNegligible ? Int8::kLargest / most : 0.0f;
-        for (int v = 0; v < kVectors; ++v) store_bytes(out + v * kLanes, multiply_add(numbers[v], all(inverse), all(float(Int8::kZero))));
-        *scales++ = most / Int8::kLargest + sum_of(fault);
+    const auto quantise = [&](const bf16* group) {
+        const float most = widen(largest_magnitude_of_64(group));
+        const Lanes inverse = all(most > kNegligible ? Int8::kLargest / most : 0.0f);
+        PAGEMILL_UNROLL for (int i = 0; i < kGroup; i += kLanes)
+            store_bytes(out + i, multiply_add(load_bf16(group + i), inverse, all(float(Int8::kZero))));
+        *scales++ = most * (1.0f / Int8::kLargest) + (most - most);  // most - most is 0, or NaN where a number is none
+        out += kGroup;
+    };
+    for (; size >= kGroup; size -= kGroup, x += kGroup) quantise(x);
+    if (size > 0) {
+        alignas(64) bf16 rest[kGroup] = {};
+        std::memcpy(rest, x, sizeof(bf16) * size);
+        quantise(rest);
     }
 }
 

@@ -112,7 +112,7 @@ private:
 
     void embed() {
         each_row(step_.num_tokens, [&](std::int64_t row) {
-            widen(model_.embedding + step_.token_ids[row] * model_.hidden_size, model_.hidden_size, work_.stream.row(row));
+            widen_row(model_.embedding + step_.token_ids[row] * model_.hidden_size, model_.hidden_size, work_.stream.row(row));
         });
     }
 
@@ -140,7 +140,7 @@ private:
                 if (weight != nullptr) rms_norm_head(head, weight, size, model_.rms_norm_eps);
                 rotate(head, cos_sin, size, h < num_q ? work_.q.row(row) + h * size : keys + (h - num_q) * size);
             }
-            narrow(head, num_kv * size, values);
+            narrow_row(head, num_kv * size, values);
             kv_write_token(model_.kv, pool, step_.slots[row], keys, values);
         });
     }
