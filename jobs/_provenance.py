@@ -27,6 +27,8 @@ _LIBRARIES = (
     "jinja2",
     "numpy",
 )
+# These say where a model's files lie; what is in them counts as model.files, and as model.template_hash.
+_PLACES = ("model.path", "model.revision", "model.sha256", "model.fallback", "model.tokenizer", "model.chat_template")
 # Other formats quantise a block at a time, so their numbers depend on its size.
 _PLAIN_FORMATS = ("auto", "fp32", "bf16", "fp16")
 
@@ -60,6 +62,7 @@ def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
     exact = config.engine.batch_invariant
     plain = config.kv_cache.format in _PLAIN_FORMATS
     return {
+        **{key: value for key, value in _keys("model", config.model).items() if key not in _PLACES},
         "model.files": model_identity(config.model),
         "model.dtype": dtype_name(config.model, config.engine),
         "model.template_hash": tokenizer.template_hash,
