@@ -174,4 +174,5 @@ def _attention_spec(
         block_size=kv_cache.block_size,
         kv_format=kv_format,
         batch_invariant=engine.batch_invariant,
+        num_threads=device.num_threads,
     )

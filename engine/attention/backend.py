@@ -22,7 +22,8 @@ class AttentionSpec:
     """What a backend must serve, fixed for the life of an engine.
 
     Query head h reads key/value head ``h // (num_heads // num_kv_heads)``. The softmax runs over ``scale * q @ k``.
-    ``dtype`` is that of q and of the result, ``kv_format`` the file name of the cache's format.
+    ``dtype`` is that of q and of the result, ``kv_format`` the file name of the cache's format, ``num_threads`` how many a
+    backend that starts its own may start.
     """
 
     device: torch.device
@@ -34,6 +35,7 @@ class AttentionSpec:
     block_size: int
     kv_format: str
     batch_invariant: bool
+    num_threads: int = 1
 
     @property
     def queries_per_kv(self) -> int:

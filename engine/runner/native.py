@@ -26,7 +26,7 @@ class NativeForward:
         spec = backend.spec
         layout = KVLayout(spec.num_kv_heads, spec.head_dim, spec.block_size)
         self.backend = backend
-        self.decoder = PackedDecoder(backend.library, model, layout=layout, max_tokens=max_tokens, int8=int8)
+        self.decoder = PackedDecoder(backend.library, model, layout=layout, max_tokens=max_tokens, int8=int8, num_threads=spec.num_threads)
         layers = [store.layer(index) for index in range(model.spec.num_layers)]
         self.pools = [layer.pool for layer in layers if isinstance(layer, PackedLayer)]
         assert len(self.pools) == len(layers), "the store was allocated with the backend's kv_format"

@@ -48,7 +48,7 @@ class Backend:
             layout=KVLayout(spec.num_kv_heads, spec.head_dim, spec.block_size),
             num_heads=spec.num_heads,
             scale=spec.scale,
-            num_threads=torch.get_num_threads(),
+            num_threads=spec.num_threads,
         )
         attention.plan(query_starts=inputs.query_starts, kv_lengths=inputs.kv_lengths, block_tables=inputs.block_tables)
         return attention

@@ -87,6 +87,7 @@ class PagedAttention:
     ) -> None:
         declare(library)
         self._library = library
+        self.num_threads = num_threads
         self._shape_HD = (num_heads, layout.head_dim)
         spec = _Spec(layout, num_heads, scale, num_threads, share_prefixes)
         self.handle: int = library.pagemill_attention_create(ctypes.byref(spec))

@@ -85,10 +85,20 @@ class PackedLinear:
     and then as many ups.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Tensor, *, bias: Tensor | None = None, num_gates: int = 0, int8: bool = False) -> None:
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        weight: Tensor,
+        *,
+        bias: Tensor | None = None,
+        num_gates: int = 0,
+        int8: bool = False,
+        num_threads: int = 1,
+    ) -> None:
         declare(library)
         assert weight.dtype == torch.bfloat16 and weight.stride(1) == 1
         self._library = library
+        self.num_threads = num_threads
         self.num_out, self.num_in = weight.shape
         num_outputs = 2 * _padded(num_gates, _PANEL // 2) if num_gates else self.num_out
         self.panels = torch.empty(library.pagemill_panel_bytes(num_outputs, self.num_in, int8), dtype=torch.uint8)
@@ -104,7 +114,7 @@ class PackedLinear:
         x = padded_inputs(x)
         out = torch.empty(len(x), self.num_out, dtype=torch.float32)
         self._library.pagemill_linear(
-            ctypes.byref(self.struct), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), torch.get_num_threads()
+            ctypes.byref(self.struct), x.data_ptr(), x.stride(0), len(x), out.data_ptr(), out.stride(0), self.num_threads
         )
         return out
 
@@ -114,9 +124,7 @@ class PackedLinear:
         x = padded_inputs(x)
         token_ids, logprobs = torch.empty(len(x), dtype=torch.int32), torch.empty(len(x), dtype=torch.float32)
         results = token_ids.data_ptr(), logprobs.data_ptr()
-        self._library.pagemill_greedy(
-            ctypes.byref(self.struct), x.data_ptr(), x.stride(0), len(x), num_valid, torch.get_num_threads(), *results
-        )
+        self._library.pagemill_greedy(ctypes.byref(self.struct), x.data_ptr(), x.stride(0), len(x), num_valid, self.num_threads, *results)
         return token_ids, logprobs
 
 
@@ -135,14 +143,17 @@ class PackedDecoder:
     are never whole in memory at once; the embedding is shared.
     """
 
-    def __init__(self, library: ctypes.CDLL, decoder: Decoder, *, layout: KVLayout, max_tokens: int, int8: bool = False) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, decoder: Decoder, *, layout: KVLayout, max_tokens: int, int8: bool = False, num_threads: int = 1
+    ) -> None:
         declare(library)
         spec = decoder.spec
         self._library = library
         self._kept: list[object] = [decoder.embed_tokens.weight]  # what the structures point into
         self._row_size = _padded(spec.hidden_size, _INPUT_STEP)
         self._int8 = int8
-        self.head = PackedLinear(library, decoder.lm_head.weight, int8=int8)
+        self.num_threads = num_threads
+        self.head = PackedLinear(library, decoder.lm_head.weight, int8=int8, num_threads=num_threads)
         _release(decoder.lm_head)
         self._layers = (_Layer * spec.num_layers)(*(self._pack(layer, num_gates=spec.intermediate_size) for layer in decoder.layers))
         half = spec.head_dim // 2
@@ -160,7 +171,7 @@ class PackedDecoder:
             final_norm=self._norm(decoder.norm),
             cos_sin=cos_sin.data_ptr(),
         )
-        workspace = library.pagemill_workspace_create(ctypes.byref(self._model), max_tokens, torch.get_num_threads())
+        workspace = library.pagemill_workspace_create(ctypes.byref(self._model), max_tokens, num_threads)
         weakref.finalize(self, library.pagemill_workspace_destroy, workspace)
         self._workspace: int = workspace
 
@@ -178,6 +189,7 @@ class PackedDecoder:
 
         ``pools`` has each layer's keys and values, which get the step's own; ``attention`` is planned for the step.
         """
+        assert attention.num_threads == self.num_threads, "an attention's lots are those of its threads"
         hidden_ME = torch.zeros(len(wanted_M), self._row_size, dtype=torch.bfloat16)
         step = _Step(
             num_tokens=len(token_ids_T),

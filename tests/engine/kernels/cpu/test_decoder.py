@@ -72,12 +72,12 @@ def forward(model: Decoder, tokens: list[int]) -> torch.Tensor:
 class Native:
     """A packed decoder over pools of NaN; sequences get their blocks by hand."""
 
-    def __init__(self, library, spec: DecoderSpec, *, int8: bool = False) -> None:
-        self.library, self.spec = library, spec
+    def __init__(self, library, spec: DecoderSpec, *, int8: bool = False, num_threads: int = 2) -> None:
+        self.library, self.spec, self.num_threads = library, spec, num_threads
         self.layout = KVLayout(spec.num_kv_heads, spec.head_dim, BLOCK_SIZE)
         shape = (NUM_BLOCKS, spec.num_kv_heads, 2, BLOCK_SIZE * spec.head_dim)
         self.pools = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(spec.num_layers)]
-        self.decoder = PackedDecoder(library, decoder(spec), layout=self.layout, max_tokens=400, int8=int8)
+        self.decoder = PackedDecoder(library, decoder(spec), layout=self.layout, max_tokens=400, int8=int8, num_threads=num_threads)
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
 
     def blocks(self, num_tokens: int) -> list[int]:
@@ -104,7 +104,7 @@ class Native:
             layout=self.layout,
             num_heads=self.spec.num_heads,
             scale=self.spec.attention_scale,
-            num_threads=torch.get_num_threads(),
+            num_threads=self.num_threads,
         )
         attention.plan(query_starts=inputs.query_starts, kv_lengths=inputs.kv_lengths, block_tables=inputs.block_tables)
         positions = np.concatenate([np.arange(start, end) for _, _, start, end in chunks])
@@ -158,21 +158,15 @@ def test_a_step_in_8_bits_is_near(library, spec):
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_a_row_depends_on_its_sequence_alone(library, num_threads, int8):
     prompt = tokens(100, seed=0)
-    alone = Native(library, PLAIN, int8=int8)
+    alone = Native(library, PLAIN, int8=int8, num_threads=1)
     expected = alone.step([(prompt, alone.blocks(100), 0, 100)])[0]
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for cuts in ([0, 1, 2, 100], [0, 17, 64, 99, 100], list(range(0, 101, 10))):
-            native = Native(library, PLAIN, int8=int8)
-            blocks = native.blocks(100)
-            mates = [
-                (mate, native.blocks(len(mate)), 0, len(mate)) for mate in (tokens(n, seed=n) for n in (1, 3, 40, 200)[: len(cuts) - 2])
-            ]
-            found = [native.step([*mates, (prompt, blocks, start, end)])[-1] for start, end in pairwise(cuts)]
-            assert torch.equal(torch.cat(found), expected)
-    finally:
-        torch.set_num_threads(before)
+    for cuts in ([0, 1, 2, 100], [0, 17, 64, 99, 100], list(range(0, 101, 10))):
+        native = Native(library, PLAIN, int8=int8, num_threads=num_threads)
+        blocks = native.blocks(100)
+        lengths = (1, 3, 40, 200)[: len(cuts) - 2]
+        mates = [(tokens(length, seed=length), native.blocks(length), 0, length) for length in lengths]
+        found = [native.step([*mates, (prompt, blocks, start, end)])[-1] for start, end in pairwise(cuts)]
+        assert torch.equal(torch.cat(found), expected)
 
 
 def test_shared_blocks_change_nothing(library):

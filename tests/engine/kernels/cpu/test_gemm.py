@@ -75,18 +75,14 @@ def test_weights_and_inputs_may_be_views(library, int8):
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
 def test_rows_do_not_see_each_other(library, int8, num_threads):
-    linear = packed(library, numbers(200, 576), int8=int8)
     x = numbers(61, 576, seed=1)
-    alone = torch.cat([linear(row[None]) for row in x])
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        for num_rows in (2, 3, 8, 33, 61):
-            assert torch.equal(linear(x[:num_rows]), alone[:num_rows])
-        order = torch.randperm(61, generator=torch.Generator().manual_seed(2))
-        assert torch.equal(linear(x[order]), alone[order])
-    finally:
-        torch.set_num_threads(before)
+    one_by_one = packed(library, numbers(200, 576), int8=int8)
+    alone = torch.cat([one_by_one(row[None]) for row in x])
+    linear = packed(library, numbers(200, 576), int8=int8, num_threads=num_threads)
+    for num_rows in (1, 2, 3, 8, 33, 61):
+        assert torch.equal(linear(x[:num_rows]), alone[:num_rows])
+    order = torch.randperm(61, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(linear(x[order]), alone[order])
 
 
 def test_what_is_no_number_stays_in_its_row(library, int8):

@@ -67,14 +67,10 @@ def test_one_weight_that_is_no_number_is_enough(library):
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_rows_do_not_see_each_other(head, num_threads):
+def test_rows_do_not_see_each_other(library, head, num_threads):
     hidden = numbers(23, SIZE, seed=1)
     alone = [head.greedy(row[None], num_valid=VOCAB) for row in hidden]
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        token_ids, logprobs = head.greedy(hidden, num_valid=VOCAB)
-    finally:
-        torch.set_num_threads(before)
+    together = PackedLinear(library, numbers(VOCAB, SIZE), int8=head.scales is not None, num_threads=num_threads)
+    token_ids, logprobs = together.greedy(hidden, num_valid=VOCAB)
     assert torch.equal(token_ids, torch.cat([ids for ids, _ in alone]))
     assert torch.equal(logprobs, torch.cat([values for _, values in alone]))
