@@ -9,6 +9,7 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -86,7 +87,8 @@ class Journal:
         """Let go of the file; what was not flushed is forgotten."""
         self._pending = {}
         if self._stream is not None:
-            self._stream.close()
+            with suppress(OSError):  # it tries again to write what failed before, which has been told
+                self._stream.close()
 
     def _begin(self, path: Path) -> None:
         self._stream = path.open("wb")

@@ -24,6 +24,7 @@ _RUN, _MANIFEST, _SHARDS, _ERRORS = "_run.json", "_manifest.jsonl", "_shards.jso
 _RECORDS = (_RUN, _MANIFEST, _SHARDS)
 _WRITTEN = (*_RECORDS, "_reruns.jsonl", _ERRORS, "metrics.json")
 _PART = re.compile(r"part-(\d{5,})\.(?!tmp)[\w.]+(?<!\.tmp)")  # no folder in it, so a record cannot lead out of this one
+_MADE = re.compile(r"(part|errors)-\d{5,}\.[\w.]+")  # parts, finished or not, and what their writers put beside them
 _LOG = logging.getLogger(__name__)
 
 _Entry = TypeVar("_Entry", "FinishedPart", Shard)
@@ -163,9 +164,10 @@ class Ledger:
         self._rewrite(_MANIFEST, (asdict(line) for line in self.finished.values()))
         self._rewrite(_SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
         errors, _ = durable.readable_lines(self.folder.path / _ERRORS)
-        self._rewrite(_ERRORS, (error for error in errors if error.get("part") in self.finished))
+        self._rewrite(_ERRORS, (error for error in errors if error.get("part") in list(self.finished)))
         done = {self.working_part(index) for index in self.finished}
-        stale = [*self.folder.path.glob("part-*.*.tmp"), *self.folder.path.glob("part-*.new"), *(done & set(self._working_parts()))]
+        left = (path for pattern in ("part-*.*.tmp", "part-*.new") for path in self.folder.path.glob(pattern))
+        stale = [*(path for path in left if _MADE.fullmatch(path.name)), *(done & set(self._working_parts()))]
         for path in stale:
             path.unlink()
         self.folder.deliver(_WRITTEN)
@@ -206,7 +208,7 @@ class Ledger:
 
     def _refuse_foreign(self) -> None:
         there = self.folder.names()
-        names = sorted(name for name in there if _PART.fullmatch(name) or name in _WRITTEN)
+        names = sorted(name for name in there if name in _WRITTEN or (_MADE.fullmatch(name) and not name.endswith(".tmp")))
         if names and not set(names) & set(_RECORDS):
             raise ValueError(
                 f"output.path: {self.folder.name!r} holds {names[0]} but no record of a run, so it is somebody else's; use another folder"
@@ -256,12 +258,12 @@ class Ledger:
         return sorted(path.name for path in self.folder.path.glob("[a-z]*" + name.removeprefix("part")))
 
     def _working_parts(self) -> Iterator[Path]:
-        return (path for path in self.folder.path.glob("part-*.tmp") if path.name.count(".") == 1)
+        return (path for path in self.folder.path.glob("part-*.tmp") if path.name.count(".") == 1 and _MADE.fullmatch(path.name))
 
     def _clear(self) -> None:
         """Take away everything that an earlier run wrote, and nothing else; the settings go last."""
         there = self.folder.names()
-        made = sorted(name for name in there if name.startswith(("part-", "errors-")))
+        made = sorted(name for name in there if _MADE.fullmatch(name))
         for name in [*made, *(name for name in reversed(_WRITTEN) if name in there)]:
             self.folder.remove(name)
         for rerun in self.folder.path.glob("_rerun-[0-9]*"):

@@ -135,7 +135,10 @@ def parse_deadline(text: str, *, now: datetime) -> datetime:
     match = _DURATION.fullmatch(text.strip())
     if match is not None and any(match.groups()):
         days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
-        return now + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        try:
+            return now + timedelta(days=days, hours=hours, minutes=minutes, seconds=seconds)
+        except OverflowError:
+            raise ValueError(f"deadline: {text} is too far away; write null for none") from None
     try:
         if re.fullmatch(r"\d{1,2}:\d{2}(:\d{2})?", text.strip()):
             clock = datetime.strptime(text.strip(), "%H:%M:%S" if text.count(":") == 2 else "%H:%M")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -120,7 +121,8 @@ def run(
         metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
         gate = Gate(limits, metrics=metrics, stop=stop)
         engine = load_engine() if open_parts else None
-        ledger.start(record, max_model_len=None if engine is None else engine.max_model_len)
+        with _writing():
+            ledger.start(record, max_model_len=None if engine is None else engine.max_model_len)
         mill = _Mill(
             job=job,
             reader=reader,
@@ -186,7 +188,7 @@ class _Mill:
         try:
             self.metrics.loaded()
             self.progress.start()
-            with self._watchdog:
+            with _writing(), self._watchdog:
                 try:
                     for completion in engine.generate(self._steps(self._requests(parts))):
                         self._take(completion)
@@ -197,8 +199,6 @@ class _Mill:
             return stopped.reason
         except KeyboardInterrupt:
             return "signal"
-        except OSError as error:
-            raise RunError(f"output.path: {error}") from error
         except ValueError as error:  # what refuses has been asked before
             raise RuntimeError("a row broke the run off, which none may") from error
         finally:
@@ -337,6 +337,15 @@ def _read(shards: Iterator[ShardRows]) -> ShardRows:
         raise RunError(str(error)) from error
 
 
+@contextmanager
+def _writing() -> Iterator[None]:
+    """A disk that is full or goes away ends the run, and is no refusal: the settings were all right."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"output.path: {error}") from error
+
+
 def _row_error(error: Exception) -> RowError:
     return error if isinstance(error, RowError) else RowError("bad_row", f"the row cannot be handled: {type(error).__name__}: {error}")
 
@@ -348,7 +357,8 @@ def _summary(
     num_rows = sum(part.rows for part in finished)
     num_errors = sum(part.errors for part in finished)
     numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
-    write_metrics(ledger.folder.path, numbers)
+    with _writing():
+        write_metrics(ledger.folder.path, numbers)
     ledger.folder.deliver(["metrics.json"])
     num_answered = metrics.rows_resumed + metrics.rows_done
     return Summary(

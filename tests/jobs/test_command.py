@@ -164,10 +164,13 @@ class TestTinyModel:
         assert "sampling.top_k" in other.stderr
         assert "Traceback" not in other.stderr
 
-    def test_a_full_disk_gives_1_and_no_traceback(self, pagemill: Any, command: str, tmp_path: Path, words: list[str]) -> None:
-        row = {"prompt": "Hi", "carried": random.Random(0).randbytes(40_000).hex()}
+    @pytest.mark.parametrize(("num_blocks", "num_carried"), [(24, 40_000), (2, 10)])
+    def test_a_full_disk_gives_1_and_no_traceback(
+        self, pagemill: Any, command: str, tmp_path: Path, words: list[str], num_blocks: int, num_carried: int
+    ) -> None:
+        row = {"prompt": "Hi", "carried": random.Random(0).randbytes(num_carried).hex()}
         (tmp_path / "in.jsonl").write_text(json.dumps(row))
-        limited = ["bash", "-c", 'ulimit -f 24; exec "$0" "$@"', command, *words]  # no file over 24 KiB
+        limited = ["bash", "-c", f'ulimit -f {num_blocks}; exec "$0" "$@"', command, *words]  # no file over so many KiB
         done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 1, done.stderr
         assert "File too large" in done.stderr

@@ -324,7 +324,7 @@ def test_parts_of_unknown_origin_are_never_touched(run_job, write_jsonl, tmp_pat
 
 
 @pytest.mark.parametrize("resume", ["auto", "force"])
-@pytest.mark.parametrize("name", ["part-00000.parquet", "metrics.json", "errors.jsonl"])
+@pytest.mark.parametrize("name", ["part-00000.parquet", "metrics.json", "errors.jsonl", "errors-00012.log"])
 def test_a_folder_of_somebody_else_is_left_alone(run_job, write_jsonl, tmp_path, resume: str, name: str) -> None:
     theirs = tmp_path / "out" / name
     theirs.parent.mkdir()
@@ -333,6 +333,18 @@ def test_a_folder_of_somebody_else_is_left_alone(run_job, write_jsonl, tmp_path,
         run_job(write_jsonl(ROWS), resume=resume)
     assert theirs.read_bytes() == b"precious"
     assert [path.name for path in theirs.parent.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("resume", ["auto", "force"])
+def test_files_that_no_run_wrote_stay_beside_the_parts(run_job, write_jsonl, tmp_path, resume: str) -> None:
+    path = write_jsonl(ROWS, "out/part-00000-c000.jsonl")
+    theirs = [path, *(path.with_name(name) for name in ("errors-2024-01.log", "part-time.csv.tmp", "part-list.tmp", "part-b.new"))]
+    for each in theirs[1:]:
+        each.write_text("precious")
+    before = [each.read_bytes() for each in theirs]
+    run_job(path)
+    assert run_job(path, resume=resume).num_rows == 40
+    assert [each.read_bytes() for each in theirs] == before
 
 
 @pytest.mark.parametrize("text", ["", "[]", "5", '"a"', "null", "{", "{}", '{"part": 0}', "\x00\x01", '[{"a": 1}]'])

@@ -106,7 +106,10 @@ def tier_here() -> Tier:
 
 def _compiler() -> list[str]:
     """The compiler and its own arguments: $CXX, else the first that is there."""
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise Unavailable(f"CXX={os.environ['CXX']} cannot be read ({error})") from None
     for words in [named] if named else [[name] for name in _COMPILERS]:
         if (path := shutil.which(words[0])) is not None:
             return [path, *words[1:]]
@@ -144,7 +147,7 @@ def _build(command: list[str], sources: list[Path], path: Path, *, link_openmp: 
         flags = [word for word in command if link_openmp or word != "-fopenmp"]
         link = [*flags, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(target)]
         linked = subprocess.run(link, capture_output=True, text=True, check=False)
-        if linked.returncode != 0:
+        if linked.returncode != 0 or not target.exists():
             raise Unavailable(f"{command[0]} could not link the kernels: {_first_error(linked.stderr)}")
         library = target.read_bytes()
     with replacing(path) as out:  # the digest behind the library's end, where the loader does not look
