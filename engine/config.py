@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_MOST_THREADS = 1024  # over any machine; far more than that ends the process without a word
 
 
 def parse_bytes(text: str | int, *, key: str) -> int:
@@ -76,6 +77,7 @@ class EngineConfig:
         for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads"):
             value = getattr(self, key)
             _require(value is None or value >= 1, f"engine.{key}: {value} must be 1 or more")
+        _require((self.threads or 1) <= _MOST_THREADS, f"engine.threads: {self.threads} is over {_MOST_THREADS}")
         _require(
             self.max_num_batched_tokens >= self.max_num_seqs,
             f"engine.max_num_batched_tokens: {self.max_num_batched_tokens} is under engine.max_num_seqs "

@@ -11,10 +11,18 @@ from typing import Any
 
 from jobs._app import compose
 from jobs._schema import RunConfig, from_json
+from pipeline import Limits
 from pipeline.archive import Archive
 
 # What names the rows and shapes the files: another value would be another run.
 _FIXED = ("input", "output", "job", "name", "limit", "resume", "preset")
+# How long and how far one run may go was that run's own affair.
+_NO_LIMITS = asdict(Limits())
+
+
+def without_limits(overrides: list[str]) -> list[str]:
+    """``overrides`` less those that only say how far this one run may go."""
+    return [override for override in overrides if _key(override) not in _NO_LIMITS]
 
 
 def recorded(archive: Archive, *, rerun: str = "") -> RunConfig:
@@ -26,7 +34,7 @@ def recorded(archive: Archive, *, rerun: str = "") -> RunConfig:
     folder = archive.folder / rerun
     config = Archive.open(folder).config if rerun else archive.config
     try:
-        return from_json(RunConfig, config)
+        return from_json(RunConfig, {**config, **_NO_LIMITS})
     except ValueError as error:
         raise ValueError(f"{folder / '_run.json'}: damaged, or of another version: {error}") from error
 

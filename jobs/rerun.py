@@ -10,9 +10,9 @@ import sys
 from dataclasses import replace
 
 from engine import Engine, Tokenizer
-from jobs._app import FAULT, OK, ROWS_FAILED, guarded, make_job
+from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, guarded, make_job
 from jobs._provenance import provenance
-from jobs._record import recorded, with_overrides
+from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
 from jobs._signals import INTERRUPTED, Stop
 from pipeline import Job, OutputOptions, RunError, Summary, run
@@ -62,9 +62,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _held(folder: str, *, where: list[str], overrides: list[str]) -> int:
-    archive = Archive.open(folder)
-    with locked(archive.folder, key="DIR"):
-        return _rerun(archive, where=where, overrides=overrides)
+    with locked(Archive.open(folder).folder, key="DIR"):
+        return _rerun(Archive.open(folder), where=where, overrides=overrides)
 
 
 def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
@@ -81,7 +80,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
         config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=str(archive.folder.absolute())
     )
     columns = _columns(archive, config, job=job, reader=whole)
-    words = [*(word for text in where for word in ("--where", text)), *overrides]
+    words = [*(word for text in where for word in ("--where", text)), *without_limits(overrides)]
     rerun = Rerun.begin(archive, conditions, words=words)
     if rerun is None:
         print(f"no row meets {' and '.join(where)}: nothing to do")
@@ -89,11 +88,21 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     summary = _answer(rerun, config, archive=archive, tokenizer=tokenizer, job=job, whole=whole)
     if summary is None:
         return FAULT
+    if summary.stopped == "max_error_rate":
+        print(
+            f"pagemill: stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; nothing is replaced",
+            file=sys.stderr,
+        )
+        return TOO_MANY_FAILED
     if summary.stopped:
         print("pagemill: stopped early, and nothing is replaced yet; run the same command again to go on", file=sys.stderr)
         return INTERRUPTED
-    rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(config.output, schema=columns.schema))
-    rerun.note(words, merged=True)
+    try:
+        rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(config.output, schema=columns.schema))
+        rerun.note(words, merged=True)
+    except OSError as error:  # a full disk; each part is the old one or the new one
+        print(f"pagemill: {error}; the same command goes on from there", file=sys.stderr)
+        return FAULT
     _tell(summary, rerun)
     return ROWS_FAILED if summary.num_errors else OK
 

@@ -62,10 +62,15 @@ class Archive:
         Raises:
             ValueError: there is no run there, or its record is damaged; the message names the file.
         """
+        if "://" in str(path):
+            raise ValueError(f"{path}: is behind a URL; copy the folder to this machine and name it there")
         folder = Path(path)
         record = _run_record(folder / "_run.json")
         lines: dict[int, list[FinishedPart]] = {}
-        for line in _entries(FinishedPart, folder / "_manifest.jsonl"):
+        for values in durable.read_lines(folder / "_manifest.jsonl"):
+            line = FinishedPart.read(values)
+            if line is None:
+                raise ValueError(f"{folder / '_manifest.jsonl'}: damaged: the line of part {values.get('part')} is not as it was written")
             lines.setdefault(line.part, []).append(line)
         shard_lines = durable.read_lines(folder / "_shards.jsonl")
         indices = [line.pop("part", None) for line in shard_lines]

@@ -41,11 +41,23 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
-    """Append one JSON object a line; a crash leaves at most the last line cut."""
-    with path.open("a", encoding="utf-8") as stream:
-        stream.writelines(json_line(value) for value in values)
+    """Append one JSON object a line; a crash leaves at most the last line cut, and the next call takes that away."""
+    _take_cut_line(path)
+    with path.open("ab") as stream:
+        stream.writelines(json_line(value).encode() for value in values)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _take_cut_line(path: Path) -> None:
+    """What follows on a line that a crash or a full disk cut would be lost with it."""
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("r+b") as stream:
+        stream.seek(-1, os.SEEK_END)
+        if stream.read() != b"\n":
+            stream.seek(0)
+            stream.truncate(stream.read().rfind(b"\n") + 1)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 _BUFFER_BYTES = 1 << 20
 # What a run writes into its output folder; see ``pipeline.ledger``.
-_OUTPUT_NAME = re.compile(r"(_\w+\.\w+|part-\d{5,}\..+|errors(-\d{5,})?\..+|(metrics|report)\.\w+|README\.md)$")
+_OUTPUT_NAME = re.compile(r"(_.*|part-\d{5,}\..+|errors(-\d{5,})?\..+|(metrics|report)\.\w+|README\.md)$")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -64,6 +65,17 @@ class FinishedPart:
             sha256=durable.file_digest(path),
             bytes=path.stat().st_size,
         )
+
+    def line(self) -> dict[str, Any]:
+        """The line's values, with a checksum of them under ``crc32``."""
+        values = asdict(self)
+        return values | {"crc32": _checksum(values)}
+
+    @classmethod
+    def read(cls, line: Mapping[str, Any]) -> FinishedPart | None:
+        """The inverse of ``line``; None where a value is not as it was written."""
+        values = {key: value for key, value in line.items() if key != "crc32"}
+        return _entry(cls, values) if line.get("crc32") == _checksum(values) else None
 
 
 class Ledger:
@@ -161,7 +173,7 @@ class Ledger:
         self.folder.deliver(_RECORDS, parts=[file for name in waiting for file in self._files_of(name)])
         if max_model_len is not None:
             record.write(self.folder.path / _RUN, max_model_len=max_model_len)
-        self._rewrite(_MANIFEST, (asdict(line) for line in self.finished.values()))
+        self._rewrite(_MANIFEST, (part.line() for part in self.finished.values()))
         self._rewrite(_SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
         errors, _ = durable.readable_lines(self.folder.path / _ERRORS)
         self._rewrite(_ERRORS, (error for error in errors if error.get("part") in list(self.finished)))
@@ -186,7 +198,7 @@ class Ledger:
         keys = ("row_key", "row_id", "error_code", "error_message")
         if failed:
             durable.append_lines(self.folder.path / _ERRORS, ({"part": part.index} | {key: row[key] for key in keys} for row in failed))
-        durable.append_lines(self.folder.path / _MANIFEST, [asdict(finished)])
+        durable.append_lines(self.folder.path / _MANIFEST, [finished.line()])
         durable.rename(temporary, self.folder.path / name)
         self.working_part(part.index).unlink(missing_ok=True)
         self.folder.deliver([_MANIFEST, _ERRORS] if failed else [_MANIFEST], parts=self._files_of(name))
@@ -230,10 +242,15 @@ class Ledger:
         """Find out which parts are finished; those that no line vouches for are damaged."""
         there = self.folder.names()
         values, _ = durable.readable_lines(self.folder.path / _MANIFEST)
-        lines = [line for value in values if (line := _entry(FinishedPart, value)) is not None]
+        lines = [line for value in values if (line := FinishedPart.read(value)) is not None]
         for line in lines:
-            if not _is_named(line) or line.part not in self._shards or line.rows < self._shards[line.part].num_rows:
+            if not _is_named(line):
                 continue
+            if line.part not in self._shards:
+                raise ValueError(
+                    f"output.path: {_SHARDS} in {self.folder.name!r} does not know part {line.part}, which {_MANIFEST} has; "
+                    "restore it, or use resume=force to start over"
+                )
             if self.folder.holds(line.file, num_bytes=line.bytes, sha256=line.sha256):
                 self.finished[line.part] = line
             elif line.file not in there and self.folder.holds(_temporary(line.file), num_bytes=line.bytes, sha256=line.sha256):
@@ -263,6 +280,8 @@ class Ledger:
     def _clear(self) -> None:
         """Take away everything that an earlier run wrote, and nothing else; the settings go last."""
         there = self.folder.names()
+        if not set(there) & set(_RECORDS):
+            return
         made = sorted(name for name in there if _MADE.fullmatch(name))
         for name in [*made, *(name for name in reversed(_WRITTEN) if name in there)]:
             self.folder.remove(name)
@@ -282,6 +301,10 @@ def _entry(kind: type[_Entry], values: Mapping[str, Any]) -> _Entry | None:
 def _is_named(line: FinishedPart) -> bool:
     match = _PART.fullmatch(line.file)
     return match is not None and int(match[1]) == line.part
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    return zlib.crc32(durable.json_line(values).encode())
 
 
 def _temporary(name: str) -> str:

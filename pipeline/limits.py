@@ -56,7 +56,7 @@ class Limits:
                 raise ValueError(f"{key}: {value} must be 1 or more, or null for no limit")
         if self.max_error_rate is not None and not 0.0 <= self.max_error_rate <= 1.0:
             raise ValueError(f"max_error_rate: {self.max_error_rate} is not a share in [0, 1], such as 0.05")
-        if self.stall_seconds is not None and self.stall_seconds <= 0:
+        if self.stall_seconds is not None and not self.stall_seconds > 0:
             raise ValueError(f"stall_seconds: {self.stall_seconds} must be over 0, or null to wait for ever")
         if self.deadline is not None:
             parse_deadline(self.deadline, now=datetime.now().astimezone())

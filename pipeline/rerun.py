@@ -159,7 +159,7 @@ class Rerun:
         line = FinishedPart.of(part, temporary, file=final.name, rows=rows)
         merge = Merge(rerun=self.folder.name, part=part, rows=len(self.rows[part]), sha256=line.sha256)
         durable.append_lines(archive.folder / RERUNS, [asdict(merge)])
-        durable.append_lines(archive.folder / "_manifest.jsonl", [asdict(line)])
+        durable.append_lines(archive.folder / "_manifest.jsonl", [line.line()])
         durable.rename(temporary, final)
 
 
@@ -217,7 +217,7 @@ def _settle(archive: Archive, parts: Iterable[int]) -> None:
         durable.replace_text(now.folder / "errors.jsonl", "".join(map(durable.json_line, errors)))
     else:
         (now.folder / "errors.jsonl").unlink(missing_ok=True)
-    durable.replace_text(now.folder / "_manifest.jsonl", "".join(durable.json_line(asdict(line)) for line in now.parts.values()))
+    durable.replace_text(now.folder / "_manifest.jsonl", "".join(durable.json_line(line.line()) for line in now.parts.values()))
 
 
 def _number(folder: Path) -> int:

@@ -28,8 +28,11 @@ from pipeline.types import Part, Record, RowError, RunError, ShardRows
 from pipeline.watchdog import Watchdog
 from pipeline.writer import OutputOptions, PartWriter
 
-# Shards that are open at once: enough to keep the engine full while a slow row holds up the oldest.
-MAX_OPEN_SHARDS = 4
+# What is open at once: enough rows to keep the engine full while a slow one holds up its shard, in few files and little memory.
+MAX_OPEN_ROWS = 4096
+MAX_OPEN_SHARDS = 256
+# Rows that the engine has at once: fewer than it would take, so that it asks before each step, which is when a run can stop.
+MAX_IN_FLIGHT = 4096
 
 
 class Stats(Protocol):
@@ -121,8 +124,13 @@ def run(
         metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
         gate = Gate(limits, metrics=metrics, stop=stop)
         engine = load_engine() if open_parts else None
-        with _writing():
-            ledger.start(record, max_model_len=None if engine is None else engine.max_model_len)
+        try:
+            with _writing():
+                ledger.start(record, max_model_len=None if engine is None else engine.max_model_len)
+        except BaseException:
+            if engine is not None:
+                engine.close()
+            raise
         mill = _Mill(
             job=job,
             reader=reader,
@@ -228,10 +236,10 @@ class _Mill:
         self._flushed_s = time.monotonic()
 
     def _requests(self, parts: Sequence[Part]) -> Iterator[Request | None]:
-        """What to ask, in input order, at most ``MAX_OPEN_SHARDS`` shards ahead of the oldest unfinished row; None is: wait."""
+        """What to ask, in input order; None is: wait. A shard is opened when those that are open leave room for more rows."""
         shards = self.reader.read([part.shard for part in parts])
         for part in parts:
-            while len(self._open) >= MAX_OPEN_SHARDS:
+            while len(self._open) >= MAX_OPEN_SHARDS or sum(len(shard.rows) for shard in self._open) >= MAX_OPEN_ROWS:
                 self._tick()
                 yield None
             with self.metrics.time("read"):
@@ -241,7 +249,7 @@ class _Mill:
                 self._tick()
                 if shard.rows[record.index] is not None or (asked := self._prepared(record, shard)) is None:
                     continue
-                while not self.gate.admits(asked.request, num_in_flight=len(self._asked)):
+                while len(self._asked) >= MAX_IN_FLIGHT or not self.gate.admits(asked.request, num_in_flight=len(self._asked)):
                     if self.gate.stopped:
                         return
                     yield None

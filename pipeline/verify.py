@@ -140,7 +140,8 @@ def _has(archive: Archive, column: str) -> bool:
 def _errors_by_part(archive: Archive) -> dict[int, list[Mapping[str, Any]]]:
     errors: dict[int, list[Mapping[str, Any]]] = {}
     for line in durable.read_lines(archive.folder / "errors.jsonl"):
-        errors.setdefault(line.get("part", -1), []).append(line)
+        part = line.get("part")
+        errors.setdefault(part if isinstance(part, int) else -1, []).append(line)
     return errors
 
 

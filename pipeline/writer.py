@@ -47,6 +47,8 @@ class OutputOptions:
     model: str | None = None
 
     def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError("output.path: is empty; name a folder for the answers")
         for key, known in (("ipc", ("file", "stream")), ("compression", ("zstd", "lz4", "gzip", "none", "auto"))):
             if getattr(self, key) not in known:
                 raise ValueError(f"output.{key}: {getattr(self, key)!r} is not one of {', '.join(known)}")

@@ -163,3 +163,16 @@ def test_a_configuration_is_read_back_from_its_record(config: RunConfig) -> None
 def test_overrides_change_what_they_name_and_what_follows_it(config: RunConfig, overrides: list[str], changes: dict[str, Any]) -> None:
     changed = {key: replace(getattr(config, key), **value) if isinstance(value, dict) else value for key, value in changes.items()}
     assert with_overrides(config, overrides) == replace(config, **changed)
+
+
+def test_limits_are_one_runs_own(answered, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A deadline that is over is no part of what was asked, and a rerun goes on under others."""
+    answered("out", "deadline=1h")
+    record = tmp_path / "out" / "_run.json"
+    record.write_text(record.read_text().replace('"1h"', '"2020-01-01T00:00"'))
+    assert verify.main([str(tmp_path / "out"), "rows=1"]) == 0
+    asked = [str(tmp_path / "out"), "--where", "status=ok", "sampling.max_tokens=5"]
+    assert rerun.main([*asked, "max_rows=3"]) == 75
+    assert rerun.main([*asked, "max_rows=4"]) == 75
+    assert rerun.main(asked) == 0
+    assert "nothing is replaced yet" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from jobs import _app, verify
 from pipeline.archive import read_part
+from pipeline.ledger import FinishedPart
 
 Verified = Callable[..., tuple[int, str]]
 
@@ -80,7 +82,8 @@ def change_part(folder: Path, name: str, change: Callable[[list[dict[str, Any]]]
 
 def change_line(folder: Path, name: str, **values: Any) -> None:
     lines = [json.loads(line) for line in (folder / "_manifest.jsonl").read_text().splitlines()]
-    (folder / "_manifest.jsonl").write_text("".join(json.dumps(line | (values if line["file"] == name else {})) + "\n" for line in lines))
+    parts = [replace(part, **values) if part.file == name else part for part in map(FinishedPart.read, lines)]
+    (folder / "_manifest.jsonl").write_text("".join(json.dumps(part.line()) + "\n" for part in parts))
 
 
 def test_a_finished_run_is_all_equal(verified: Verified, out: Path) -> None:
@@ -196,7 +199,9 @@ def test_the_second_sample_counts_too(verified: Verified, out: Path) -> None:
 def test_a_folder_without_a_run_or_with_a_damaged_record_gives_2(verified: Verified, out: Path, tmp_path: Path) -> None:
     code, shown = verified(tmp_path / "nowhere")
     assert (code, shown) == (2, f"pagemill: {tmp_path}/nowhere: holds no run: there is no _run.json in it\n")
-    for name, text in (("_run.json", "[]"), ("_manifest.jsonl", "{}\n"), ("_shards.jsonl", "no json\n"), ("_shards.jsonl", "")):
+    by_hand = (out / "_manifest.jsonl").read_text().replace('"errors": 0', '"errors": 4')
+    manifests, shards = (("_manifest.jsonl", "{}\n"), ("_manifest.jsonl", by_hand)), (("_shards.jsonl", "no json\n"), ("_shards.jsonl", ""))
+    for name, text in (("_run.json", "[]"), *manifests, *shards):
         kept = (out / name).read_text()
         (out / name).write_text(text)
         code, shown = verified(out)

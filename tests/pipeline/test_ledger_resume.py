@@ -262,6 +262,8 @@ DAMAGES = {
     "sha256": edit("sha256", "0" * 64),
     "bytes": edit("bytes", 5),
     "rows": edit("rows", 3),
+    "more rows": edit("rows", 9),
+    "errors": edit("errors", 1),
     "type": edit("rows", "8"),
     "file": edit("file", "../part-00002.arrow"),
     "part": edit("part", 77),

@@ -42,7 +42,9 @@ def test_jsonl_and_parquet_give_equal_output(run_job, read_parts, write_jsonl, t
 
 
 @pytest.mark.parametrize("max_waiting", [1, 5, 1000])
-def test_run_ahead_is_bounded_by_the_oldest_open_shard(run_job, read_parts, write_jsonl, scripted_engine, max_waiting) -> None:
+def test_run_ahead_is_bounded_by_the_oldest_open_shard(run_job, read_parts, write_jsonl, scripted_engine, max_waiting, monkeypatch) -> None:
+    monkeypatch.setattr("pipeline.runner.MAX_OPEN_ROWS", 32)
+
     class Starving(scripted_engine):
         """Never answers the first row while it has another one."""
 
@@ -55,6 +57,20 @@ def test_run_ahead_is_bounded_by_the_oldest_open_shard(run_job, read_parts, writ
     assert summary.num_ok == 200
     assert engine.most_in_flight <= 4 * 8
     assert read_parts()["generation"].to_pylist() == [reversed_words(row["prompt"]) for row in rows]
+
+
+def test_shards_of_one_row_keep_the_engine_busy(run_job, write_jsonl, scripted_engine) -> None:
+    engine = scripted_engine(max_waiting=64)
+    assert run_job(write_jsonl(prompts(200)), engine=engine, input={"rows_per_shard": 1}).num_ok == 200
+    assert engine.most_in_flight == 64
+
+
+def test_a_large_shard_leaves_the_engine_asking_before_each_step(run_job, write_jsonl, scripted_engine, monkeypatch) -> None:
+    """An engine that has all that it takes asks no more, and then nobody looks at the clock."""
+    monkeypatch.setattr("pipeline.runner.MAX_IN_FLIGHT", 16)
+    engine = scripted_engine(max_waiting=64)
+    assert run_job(write_jsonl(prompts(200)), engine=engine, input={"rows_per_shard": 200}).num_ok == 200
+    assert engine.most_in_flight == 16
 
 
 def test_bad_rows_are_rows(run_job, read_parts, write_jsonl, tmp_path) -> None:
@@ -166,7 +182,8 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads the process's memory from /proc")
-def test_memory_is_flat_over_many_rows(run_job, tmp_path, scripted_engine) -> None:
+def test_memory_is_flat_over_many_rows(run_job, tmp_path, scripted_engine, monkeypatch) -> None:
+    monkeypatch.setattr("pipeline.runner.MAX_OPEN_ROWS", 512)
     num_rows, row_bytes = 10_000, 8000
     with (tmp_path / "in.jsonl").open("w") as stream:
         for i in range(num_rows):

@@ -97,6 +97,7 @@ void multiply_rows(
 template <class Kind, class DoneFor>
 void multiply_tiles(const Weights& weights, const Rows& x, Range tiles, const DoneFor& done_for) {
     const std::int64_t num_row_tiles = x.num_tiles<Kind>();
+    if (num_row_tiles == 0) return;
     const std::int64_t lines_of_step = Kind::kStepBytes / kLineBytes;
     const std::int64_t share = (lines_of_step + num_row_tiles - 1) / num_row_tiles;
     std::int64_t panel = tiles.begin / num_row_tiles, row_tile = tiles.begin % num_row_tiles;
