@@ -152,6 +152,7 @@ class PackedDecoder:
         self._kept: list[object] = [decoder.embed_tokens.weight]  # what the structures point into
         self._row_size = _padded(spec.hidden_size, _INPUT_STEP)
         self._int8 = int8
+        self.max_tokens = max_tokens
         self.num_threads = num_threads
         self.head = PackedLinear(library, decoder.lm_head.weight, int8=int8, num_threads=num_threads)
         _release(decoder.lm_head)
@@ -189,6 +190,7 @@ class PackedDecoder:
 
         ``pools`` has each layer's keys and values, which get the step's own; ``attention`` is planned for the step.
         """
+        assert len(token_ids_T) <= self.max_tokens, "more tokens than the workspace has room for"
         assert attention.num_threads == self.num_threads, "an attention's lots are those of its threads"
         hidden_ME = torch.zeros(len(wanted_M), self._row_size, dtype=torch.bfloat16)
         step = _Step(

@@ -71,6 +71,20 @@ def test_bfloat16_runs_natively_and_other_settings_on_torch(wide_model, tiny_mod
         engine(wide_model, dtype="float32", attention="cpu")
 
 
+def test_switched_off_torch_does_the_work_and_a_line_says_so(wide_model, monkeypatch, caplog):
+    expected = answers(engine(wide_model, attention="sdpa"), requests(temperature=0.0))
+    monkeypatch.setenv("PAGEMILL_KERNELS", "off")
+    build._attempt.cache_clear()
+    try:
+        switched_off = engine(wide_model)
+        with pytest.raises(ValueError, match=r"engine\.attention: 'cpu' cannot serve this run: PAGEMILL_KERNELS=off"):
+            engine(wide_model, attention="cpu")
+    finally:
+        build._attempt.cache_clear()
+    assert sum("PAGEMILL_KERNELS=off" in record.getMessage() for record in caplog.records) == 1
+    assert answers(switched_off, requests(temperature=0.0)) == expected
+
+
 def test_a_greedy_row_gets_what_the_sampler_would_draw(wide_model):
     """Asking for logprobs takes the rows through the logits and the sampler instead of the fused head."""
     plain = answers(engine(wide_model), requests(temperature=0.0))
