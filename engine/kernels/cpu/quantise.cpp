@@ -11,7 +11,7 @@ void quantise_row(const bf16* x, std::int64_t size, std::uint8_t* out, float* sc
         const Lanes inverse = all(most > kNegligible ? Int8::kLargest / most : 0.0f);
         PAGEMILL_UNROLL for (int i = 0; i < kGroup; i += kLanes)
             store_bytes(out + i, multiply_add(load_bf16(group + i), inverse, all(float(Int8::kZero))));
-        *scales++ = most * (1.0f / Int8::kLargest) + (most - most);  // most - most is 0, or NaN where a number is none
+        *scales++ = most / Int8::kLargest;  // NaN or infinity where a number is none, which then no sum of the row hides
         out += kGroup;
     };
     for (; size >= kGroup; size -= kGroup, x += kGroup) quantise(x);

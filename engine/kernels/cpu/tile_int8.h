@@ -54,7 +54,7 @@ struct Int8 {
     }
 };
 
-// A bf16 row of `size` numbers to 8 bits and a scale for each group; a group that holds a number that is none gets NaN.
+// A bf16 row of `size` numbers to 8 bits and a scale for each group; one that holds NaN or an infinity has no finite scale.
 void quantise_row(const bf16* x, std::int64_t size, std::uint8_t* out, float* scales);
 
 }  // namespace pagemill
