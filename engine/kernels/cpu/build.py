@@ -15,12 +15,13 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args
 
 import torch  # noqa: F401  it brings the OpenMP runtime that the library runs on
 
-from engine.device import cpu_flags
+from engine.device import cpu_flags, usable_cpus
 from engine.weights.cache import cache_root, replacing
 
 Tier = Literal["avx512", "portable"]
@@ -134,24 +135,28 @@ def _build(command: list[str], sources: list[Path], path: Path, *, link_openmp: 
     log.info("building the CPU kernels, once for this machine")
     with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
-        started = [
-            subprocess.Popen([*command, "-c", str(source), "-o", str(target)], stderr=subprocess.PIPE, text=True)
-            for source, target in zip(sources, objects, strict=True)
-        ]
-        messages = [process.communicate()[1] for process in started]
-        for process, source, message in zip(started, sources, messages, strict=True):
-            if process.returncode != 0:
-                raise Unavailable(f"{command[0]} could not compile {source.name}: {_first_error(message)}")
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            compiled = pool.map(lambda pair: _run([*command, "-c", str(pair[0]), "-o", str(pair[1])]), zip(sources, objects, strict=True))
+            for source, result in zip(sources, compiled, strict=True):
+                if result.returncode != 0:
+                    raise Unavailable(f"{command[0]} could not compile {source.name}: {_first_error(result.stderr)}")
         target = Path(folder) / "kernels.so"
         # Without -fopenmp the library names no runtime of its own, and takes the one that the process has.
         flags = [word for word in command if link_openmp or word != "-fopenmp"]
         link = [*flags, "-shared", "-Wl,-Bsymbolic", *map(str, objects), "-o", str(target)]
-        linked = subprocess.run(link, capture_output=True, text=True, check=False)
+        linked = _run(link)
         if linked.returncode != 0 or not target.exists():
             raise Unavailable(f"{command[0]} could not link the kernels: {_first_error(linked.stderr)}")
         library = target.read_bytes()
-    with replacing(path) as out:  # the digest behind the library's end, where the loader does not look
-        out.write(library + hashlib.sha256(library).digest())
+    try:
+        with replacing(path) as out:  # the digest behind the library's end, where the loader does not look
+            out.write(library + hashlib.sha256(library).digest())
+    except ValueError as error:
+        raise Unavailable(str(error)) from None
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def _is_whole(path: Path) -> bool:

@@ -28,7 +28,8 @@ struct Source {
 
 // Output `place` of a panel in bf16; `row` has zeros up to whole steps.
 void pack_output(const std::vector<bf16>& row, int place, bf16* panel) {
-    for (std::size_t input = 0; input < row.size(); input += 2) std::memcpy(panel + input * kPanel + 2 * place, &row[input], 2 * sizeof(bf16));
+    for (std::size_t input = 0; input < row.size(); input += 2)
+        std::memcpy(panel + input * kPanel + 2 * place, &row[input], 2 * sizeof(bf16));
 }
 
 // The same in int8; gives the scale.
@@ -86,7 +87,8 @@ void pagemill_pack(
     const Source source{weights, stride, num_out, num_in, num_gates};
     const Weights shape{panels, scales, nullptr, num_in, std::int32_t(source.num_outputs())};
     const std::int64_t num_steps = scales ? shape.num_steps<Int8>() : shape.num_steps<Bf16>();
-    const std::int64_t step_inputs = scales ? Int8::kStepInputs : Bf16::kStepInputs, step_bytes = scales ? Int8::kStepBytes : Bf16::kStepBytes;
+    const std::int64_t step_inputs = scales ? Int8::kStepInputs : Bf16::kStepInputs;
+    const std::int64_t step_bytes = scales ? Int8::kStepBytes : Bf16::kStepBytes;
 #pragma omp parallel for
     for (std::int64_t panel = 0; panel < shape.num_panels(); ++panel) {
         std::byte* at = panels + panel * num_steps * step_bytes;

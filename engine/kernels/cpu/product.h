@@ -19,10 +19,11 @@ struct Quantised {
     Matrix<float> scales;
 };
 
-// Hands `work.template operator()<Kind>(rows)` the rows of x in the form that the weights take. Rows of x are bf16, padded
-// with zeros to a multiple of 32.
+// Calls `work(kind, rows)` with the weights' kind, Bf16{} or Int8{}, and the rows of x in its form. Rows of x are bf16,
+// `stride` numbers apart, with zeros up to a multiple of 32.
 template <class Work>
-void with_rows(Team& team, const Weights& weights, const bf16* x, std::int64_t stride, std::int64_t num_rows, Quantised& room, const Work& work) {
+void with_rows(
+    Team& team, const Weights& weights, const bf16* x, std::int64_t stride, std::int64_t num_rows, Quantised& room, const Work& work) {
     if (!weights.is_int8()) {
         work(Bf16{}, Rows{(const std::byte*)x, stride * std::int64_t(sizeof(bf16)), num_rows, nullptr, 0});
         return;
@@ -38,10 +39,12 @@ void with_rows(Team& team, const Weights& weights, const bf16* x, std::int64_t s
 // x W^T; see multiply_tiles for `done_for`.
 template <class DoneFor>
 void multiply(
-    Team& team, const Weights& weights, const bf16* x, std::int64_t stride, std::int64_t num_rows, Quantised& room, const DoneFor& done_for) {
+    Team& team, const Weights& weights, const bf16* x, std::int64_t stride, std::int64_t num_rows, Quantised& room,
+    const DoneFor& done_for) {
     with_rows(team, weights, x, stride, num_rows, room, [&](auto kind, const Rows& rows) {
         using Kind = decltype(kind);
-        team.run(weights.num_panels() * rows.num_tiles<Kind>(), 1, [&](Range tiles) { multiply_tiles<Kind>(weights, rows, tiles, done_for); });
+        const std::int64_t num_tiles = weights.num_panels() * rows.num_tiles<Kind>();
+        team.run(num_tiles, 1, [&](Range tiles) { multiply_tiles<Kind>(weights, rows, tiles, done_for); });
     });
 }
 

@@ -94,15 +94,17 @@ public:
             project(layer.qkv, work_.normed, [&](std::int64_t panel) { return Store{work_.qkv, panel * kPanel, layer.qkv.bias}; });
             rotate_and_cache(layer, step_.pools[index]);
             attend(step_.pools[index]);
-            project(layer.o, work_.attended, [&](std::int64_t panel) { return AddToStream{work_.stream, panel * kPanel, layer.o.bias}; });
+            project(layer.o, work_.attended, [&](std::int64_t panel) { return add_to_stream(layer.o, panel); });
             norm(layer.post_attention_norm);
             project(layer.gate_up, work_.normed, [&](std::int64_t panel) { return Gate{work_.gated, panel * kPanel / 2}; });
-            project(layer.down, work_.gated, [&](std::int64_t panel) { return AddToStream{work_.stream, panel * kPanel, layer.down.bias}; });
+            project(layer.down, work_.gated, [&](std::int64_t panel) { return add_to_stream(layer.down, panel); });
         }
         finish();
     }
 
 private:
+    AddToStream add_to_stream(const Weights& weights, std::int64_t panel) const { return {work_.stream, panel * kPanel, weights.bias}; }
+
     template <class Each>
     void each_row(std::int64_t count, const Each& each) {
         team_.run(count, kRowsAtOnce, [&](Range rows) {

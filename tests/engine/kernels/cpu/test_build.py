@@ -91,6 +91,13 @@ def test_what_the_compiler_refuses_is_told(folder):
         build.open_library(folder, tier="portable")
 
 
+def test_a_cache_that_cannot_be_written_is_told(folder, tmp_path, monkeypatch):
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("PAGEMILL_CACHE", str(tmp_path / "a file"))
+    with pytest.raises(build.Unavailable, match=r"cannot write the cache folder .*PAGEMILL_CACHE"):
+        build.open_library(folder, tier="portable")
+
+
 def test_a_cpu_without_the_instructions_is_told(folder, monkeypatch):
     monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "avx512f"})
     with pytest.raises(build.Unavailable, match="this CPU lacks avx512_bf16, "):
