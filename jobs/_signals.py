@@ -1,4 +1,4 @@
-"""What SIGINT and SIGTERM do: before rows run they end the process at once, later the first one asks it to stop.
+"""What SIGINT, SIGTERM and SIGHUP do: before rows run they end the process at once, later the first one asks it to stop.
 
 Loads nothing, so that it can be in place before anything heavy is imported.
 """
@@ -12,7 +12,8 @@ from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 75
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)  # SIGINT too: a script's background job inherits it ignored
+# SIGINT too, though a script's background job inherits it ignored; SIGHUP, a terminal that is closed, only where nohup did not ask.
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []))
 
 
 def leave_at_once() -> None:

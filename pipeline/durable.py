@@ -43,10 +43,13 @@ def replace_text(path: Path, text: str) -> None:
 def append_lines(path: Path, values: Iterable[Mapping[str, Any]]) -> None:
     """Append one JSON object a line; a crash leaves at most the last line cut, and the next call takes that away."""
     _take_cut_line(path)
+    is_new = not path.exists()
     with path.open("ab") as stream:
         stream.writelines(json_line(value).encode() for value in values)
         stream.flush()
         os.fsync(stream.fileno())
+    if is_new:
+        sync_folder(path.parent)
 
 
 def _take_cut_line(path: Path) -> None:
