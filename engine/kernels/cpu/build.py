@@ -132,7 +132,7 @@ def _key(command: list[str], sources: list[Path]) -> str:
 
 def _build(command: list[str], sources: list[Path], path: Path, *, link_openmp: bool) -> None:
     """Compile the files at once, link them, and put the library in its place in one move."""
-    log.info("building the CPU kernels, once for this machine")
+    log.warning("building the CPU kernels, once for this machine; about 20 s")
     with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
         objects = [Path(folder) / f"{source.stem}.o" for source in sources]
         with ThreadPoolExecutor(usable_cpus()) as pool:
