@@ -65,6 +65,8 @@ def read_run(overrides: list[str]) -> RunConfig:
     Log probabilities that the sampling asks for get their columns without ``output.logprobs``.
     """
     config = compose("config", overrides, kind=RunConfig)
+    if not config.input.path:
+        raise ValueError("input.path: is empty; name a file, a folder or a glob")
     asked = config.sampling.logprobs, config.sampling.prompt_logprobs, config.sampling.logprob_token_ids or None
     logprobs = config.output.logprobs or any(value is not None for value in asked)
     return replace(

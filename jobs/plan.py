@@ -69,7 +69,9 @@ def _table(found: Plan) -> Iterator[str]:
         "prompt tokens",
         f"{outlook.num_prompt_tokens:,}; {found.shortest_prompt:,} to {found.longest_prompt:,} a row, {found.mean_prompt:,.1f} on average",
     )
-    yield _line("  from the cache", f"{outlook.num_shared_tokens:,} ({share:.0%}) in whole blocks, where the pool keeps all shared prefixes")
+    yield _line(
+        "  from the cache", f"{outlook.num_shared_tokens:,} ({share:.0%}) in whole blocks, where the pool keeps all shared prefixes"
+    )
     yield _line("  to compute", f"{found.computed_tokens:,} at most")
     yield _line("context", f"{found.context_needed:,} tokens for the longest prompt and its max_tokens; the limit is {pool.max_len:,}")
     yield _line("KV cache", f"{_size(pool.block_bytes // pool.block_size)} a token, {_size(pool.block_bytes)} a block of {pool.block_size}")

@@ -35,8 +35,6 @@ class InputOptions:
     rows_per_shard: int = 1024
 
     def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("input.path: is empty; name a file, a folder or a glob")
         if self.rows_per_shard < 1:
             raise ValueError(f"input.rows_per_shard: {self.rows_per_shard} must be 1 or more")
 
