@@ -54,20 +54,23 @@ class OutputFolder:
         """Have the folder's records at ``path``; ``waiting``: parts that have yet to be delivered are there."""
 
     def deliver(self, names: Sequence[str], *, parts: Sequence[str] = ()) -> None:
-        """What was made at ``path`` is to be in the folder, ``parts`` before the records ``names``: here it is."""
+        """What was made at ``path`` is to be in the folder, the records ``names`` before ``parts``: here it is."""
 
 
 class RemoteFolder(OutputFolder):
     """A folder that fsspec reaches (s3, gs, abfs, sftp, ...); ``path`` is the scratch folder here.
 
-    A file is uploaded under a temporary name and then moved, so it is whole or not there. A part stays in the scratch folder
-    until it and the records that tell of it are uploaded, so whatever part lies there is to go first the next time. Two
-    machines must not work on one URL at a time: the lock is this machine's.
+    A file is uploaded under a temporary name and then moved, so it is whole or not there. The records that tell of a part are
+    uploaded before it, so a part that is there always has its line, whichever machine goes on. It stays in the scratch folder
+    until then, so whatever part lies there is to go first the next time. Two machines must not work on one URL at a time: the
+    lock is this machine's.
     """
 
     def __init__(self, path: Path, *, url: str) -> None:
         """Raises ValueError where the URL cannot be reached."""
         super().__init__(path, name=url)
+        self._digests: dict[str, str] = {}  # of the records that are there as they are here
+        self._copied: list[str] = []  # temporary names whose move stopped between the copy and the removal
         try:
             self._files, self._root = fsspec.core.url_to_fs(url)
             self._sizes = self._listed()
@@ -97,6 +100,7 @@ class RemoteFolder(OutputFolder):
             with self._reaching():
                 self._files.rm_file(self._at(name))
             del self._sizes[name]
+            self._digests.pop(name, None)
 
     def waiting(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if (self.path / name).exists()]
@@ -112,6 +116,7 @@ class RemoteFolder(OutputFolder):
             if name in self._sizes and not waiting:
                 with self._reaching():
                     self._files.get_file(self._at(name), str(self.path / name))
+                self._digests[name] = durable.file_digest(self.path / name)
             elif name in self._sizes and name.endswith(".jsonl") and not self._lines_there(name) <= self._lines_here(name):
                 raise ValueError(
                     f"output.path: another machine went on at {self.name} while parts waited in {self.path} for their upload; "
@@ -119,17 +124,23 @@ class RemoteFolder(OutputFolder):
                 )
 
     def deliver(self, names: Sequence[str], *, parts: Sequence[str] = ()) -> None:
-        """Upload, and let go of the parts here.
+        """Upload, and let go of the parts here; a record that is there already stays as it is.
 
         Raises:
             RunError: it failed; what was not uploaded stays here.
         """
+        records = {name: durable.file_digest(self.path / name) for name in names if (self.path / name).exists()}
+        changed = [name for name, digest in records.items() if self._digests.get(name) != digest]
         with self._reaching():
-            self._files.makedirs(self._root, exist_ok=True)
-            for name in (*parts, *(name for name in names if (self.path / name).exists())):
+            if self._root.startswith("/"):  # else it begins with a bucket, which has no folders and is not ours to make
+                self._files.makedirs(self._root, exist_ok=True)
+            while self._copied:
+                self._files.rm_file(self._at(self._copied.pop()))
+            for name in (*changed, *parts):
                 self._files.put_file(str(self.path / name), self._at(f"{name}.tmp"))
                 self._files.mv(self._at(f"{name}.tmp"), self._at(name))
                 self._sizes[name] = (self.path / name).stat().st_size
+        self._digests |= records
         for name in parts:
             (self.path / name).unlink()
 
@@ -137,9 +148,12 @@ class RemoteFolder(OutputFolder):
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._root, detail=True)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if type(error.__cause__).__name__ == "NoSuchBucket":  # botocore's; else nothing is there yet
+                raise
             return {}
         sizes = {info["name"].rstrip("/").rpartition("/")[2]: info["size"] for info in found if info["type"] == "file"}
+        self._copied = [name for name in sizes if name.endswith(".tmp") and name.removesuffix(".tmp") in sizes]
         return {name: size for name, size in sizes.items() if not name.endswith(".tmp")}
 
     def _lines_there(self, name: str) -> set[bytes]:

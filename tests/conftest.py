@@ -1,14 +1,19 @@
-"""Models that every part of the suite may use: the embedded one, and a model small enough to answer at once."""
+"""What every part of the suite may use: the embedded model, a model small enough to answer at once, and a store that speaks S3."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
-from typing import TYPE_CHECKING
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
     from engine import ModelConfig, Tokenizer
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -74,3 +79,69 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     noise = torch.Generator().manual_seed(0)
     save_file({f"{name}.weight": torch.randn(shape, generator=noise) * 0.3 for name, shape in shapes.items()}, folder / "model.safetensors")
     return str(folder)
+
+
+class Store:
+    """moto's S3 behind a door.
+
+    Attributes:
+        bucket: the one that is there.
+        door: is asked with each "METHOD /bucket/key", and may answer it itself with a status such as "403 Forbidden".
+    """
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self._application = application
+        self.url = ""
+        self.bucket = "bucket-0"
+        self.door: Callable[[str], str | None] = lambda request: None
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        status = self.door(f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}")
+        if status is None:
+            return self._application(environ, start_response)
+        environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+        start_response(status, [("Content-Type", "application/xml")])
+        return [b"<Error><Code>Refused</Code><Message>the door is closed</Message></Error>"]
+
+    @property
+    def files(self) -> AbstractFileSystem:
+        """A view of the store as it is now."""
+        import fsspec
+
+        files = fsspec.filesystem("s3")
+        files.invalidate_cache()
+        return files
+
+
+@pytest.fixture(scope="session")
+def _serving() -> Iterator[Store]:
+    pytest.importorskip("s3fs", reason="s3fs is not installed: pip install -e '.[dev]'")
+    server = pytest.importorskip("moto.moto_server.werkzeug_app", reason="moto is not installed: pip install -e '.[dev]'")
+    from werkzeug.serving import make_server
+
+    store = Store(server.DomainDispatcherApplication(server.create_backend_app))
+    listening = make_server("127.0.0.1", 0, store, threaded=True)
+    store.url = f"http://127.0.0.1:{listening.port}"
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    yield store
+    listening.shutdown()
+    thread.join()
+
+
+@pytest.fixture
+def store(_serving: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """A store with one empty bucket, which this process and those that it starts reach as users tell: by environment variables."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", _serving.url)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.setenv(name, os.devnull)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    _serving.door = lambda request: None
+    name, _, number = _serving.bucket.rpartition("-")
+    _serving.bucket = f"{name}-{int(number) + 1}"
+    _serving.files.mkdir(_serving.bucket)
+    return _serving
