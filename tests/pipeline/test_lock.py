@@ -102,3 +102,9 @@ def test_a_run_refuses_a_folder_in_use_and_touches_nothing(run_job, write_jsonl,
             with pytest.raises(ValueError, match=r"output\.path: .* is in use by process"):
                 run_job(rows, resume=resume)
         assert sorted(path.name for path in folder.iterdir()) == ["_lock", "kept"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody can write into, root neither")
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"output\.path: '/proc/answers' cannot be written or locked"):
+        locked(Path("/proc/answers"), key="output.path").__enter__()
