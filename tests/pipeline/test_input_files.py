@@ -93,10 +93,10 @@ def test_what_a_store_raises_is_an_error_of_the_file(monkeypatch: pytest.MonkeyP
         open_reader(InputOptions(format="jsonl", path="memory://broken/in.jsonl"), prompt_columns=["prompt"], limit=None)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="gcsfs is installed")
 def test_a_url_whose_package_is_missing_names_it() -> None:
-    with pytest.raises(ValueError, match=r"input\.path: 's3://bucket/in' needs a package that is not installed: .*s3fs"):
-        names("s3://bucket/in")
+    with pytest.raises(ValueError, match=r"input\.path: 'gs://bucket/in' needs a package that is not installed: .*gcsfs"):
+        names("gs://bucket/in")
 
 
 def test_a_url_of_no_known_kind_is_refused() -> None:
