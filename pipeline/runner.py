@@ -365,8 +365,9 @@ def _summary(
     num_rows = sum(part.rows for part in finished)
     num_errors = sum(part.errors for part in finished)
     numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
-    with _writing():
-        write_metrics(ledger.folder.path, numbers)
+    if metrics.rows_done or not (ledger.folder.path / "metrics.json").exists():  # a run with nothing to do leaves the last one's figures
+        with _writing():
+            write_metrics(ledger.folder.path, numbers)
     ledger.folder.deliver(["metrics.json"])
     num_answered = metrics.rows_resumed + metrics.rows_done
     return Summary(

@@ -69,9 +69,10 @@ def test_a_run_that_broke_off_goes_on_where_it_was(
     assert not list((tmp_path / "out").glob("*.tmp*"))
 
 
-def test_nothing_left_loads_no_engine(run_job, write_jsonl) -> None:
+def test_nothing_left_loads_no_engine_and_keeps_the_figures(run_job, write_jsonl, tmp_path) -> None:
     path = write_jsonl([*ROWS, {"prompt": ""}])
     first = run_job(path)
+    figures = (tmp_path / "out" / "metrics.json").read_text()
 
     class Unloadable:
         @property
@@ -81,6 +82,7 @@ def test_nothing_left_loads_no_engine(run_job, write_jsonl) -> None:
     again = run_job(path, engine=Unloadable())
     assert (again.num_rows, again.num_ok, again.num_errors) == (first.num_rows, first.num_ok, first.num_errors) == (41, 40, 1)
     assert again.num_resumed == 41
+    assert (tmp_path / "out" / "metrics.json").read_text() == figures
 
 
 @pytest.mark.parametrize("moment", ["errors.jsonl", "_manifest.jsonl", "rename", "renamed"])
