@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.help or not (words or options.cfg):
         from jobs import _help
 
-        print(_help.keys() if named else _help.overview(VERBS))
+        print(_help.keys(words[0], what=VERBS[words[0]]) if named else _help.overview(VERBS))
         return 0
     verb = words[0] if named else "run"
     if options.multirun and verb != "run":

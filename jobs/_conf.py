@@ -23,9 +23,9 @@ def package_file(package: str, path: str) -> Path:
     return Path(spec.submodule_search_locations[0]).absolute() / path
 
 
-def groups() -> dict[str, str | None]:
-    """Group -> the option that config.yaml takes by default, in its order; None where it takes none."""
-    entries = yaml.safe_load(text("config.yaml"))["defaults"]
+def groups(name: str = "config") -> dict[str, str | None]:
+    """Group -> the option that ``conf/<name>.yaml`` takes by default, in its order; None where it takes none."""
+    entries = yaml.safe_load(text(f"{name}.yaml"))["defaults"]
     return {group: option for entry in entries if isinstance(entry, dict) for group, option in entry.items()}
 
 

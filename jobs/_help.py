@@ -31,10 +31,14 @@ def overview(verbs: Mapping[str, str]) -> str:
     )
 
 
-def keys() -> str:
-    """Every key with its default and its comment: the text of each group's default file."""
-    parts = [_EXAMPLES, _indented("config.yaml")]
-    for group, default in _conf.groups().items():
+def keys(verb: str, *, what: str) -> str:
+    """What ``verb`` does, and every key that it takes with its default and its comment: the text of each group's default file."""
+    own = [] if verb == "run" else [_indented(f"{verb}.yaml")]
+    name = "bench" if verb == "bench" else "config"  # plan takes all that run takes
+    parts = [f"pagemill {verb}: {what}\n", *([_EXAMPLES] if verb == "run" else []), *own]
+    if name == "config":
+        parts.append(_indented("config.yaml"))
+    for group, default in _conf.groups(name).items():
         if default is not None:
             others = [option for option in _conf.options(group) if option != default]
             parts.append(f"{group}={default}" + (f"   (or {', '.join(others)})" if others else ""))

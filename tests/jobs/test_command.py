@@ -16,6 +16,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from jobs.__main__ import main
+
 NOT_FOR_HELP = ("torch", "transformers", "hydra", "omegaconf", "pyarrow")
 
 
@@ -29,6 +31,14 @@ def refused(done: subprocess.CompletedProcess[str], message: str) -> None:
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [row for part in sorted(folder.glob("part-*.arrow")) for row in pa.ipc.open_file(str(part)).read_all().to_pylist()]
+
+
+@pytest.mark.parametrize(("verb", "key"), [("plan", "json: false"), ("bench", "shared_tokens: 128"), ("bench", "max_num_seqs: 64")])
+def test_each_verb_tells_its_own_keys(verb: str, key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert key in shown
+    assert ("rows_per_shard" in shown) and ("max_error_rate" in shown) == (verb == "plan")
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], []])
