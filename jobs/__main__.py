@@ -11,6 +11,7 @@ import importlib.metadata
 import sys
 
 from jobs._signals import leave_at_once
+from jobs._terminal import say, tell
 
 VERBS = {
     "run": "answer the rows of input.path into Arrow files in output.path (the verb when none is given)",
@@ -34,16 +35,16 @@ def main(argv: list[str] | None = None) -> int:
     words = options.words
     named = bool(words) and "=" not in words[0] and not words[0].startswith(("~", "+"))
     if named and words[0] not in VERBS:
-        print(f"pagemill: there is no command {words[0]!r}; the commands are {', '.join(VERBS)}", file=sys.stderr)
+        say(f"there is no command {words[0]!r}; the commands are {', '.join(VERBS)}")
         return 2
     if options.help or not (words or options.cfg):
         from jobs import _help
 
-        print(_help.keys(words[0], what=VERBS[words[0]]) if named else _help.overview(VERBS))
+        tell(_help.keys(words[0], what=VERBS[words[0]]) if named else _help.overview(VERBS))
         return 0
     verb = words[0] if named else "run"
     if options.multirun and verb != "run":
-        print(f"pagemill: -m: only runs are swept, not {verb}", file=sys.stderr)
+        say(f"-m: only runs are swept, not {verb}")
         return 2
     home = importlib.import_module("jobs._sweep" if options.multirun else _HOME[verb])
     code: int = home.main(words[1:] if named else words, show=options.cfg is not None)

@@ -6,11 +6,8 @@ Decides what a run is made of, what the user is told, and the exit code; it comp
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -19,6 +16,7 @@ from jobs._compose import read_config
 from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 from jobs._signals import INTERRUPTED, Stop, leave_at_once
+from jobs._terminal import say, tell
 from pipeline import Job, PromptOptions, RunError, Summary, run
 from pipeline.ledger import Resume
 
@@ -40,11 +38,11 @@ def guarded(command: Callable[[], int]) -> int:
     try:
         return command()
     except (ValueError, OSError) as error:
-        _say(str(error))
+        say(str(error))
         return REFUSED
     except Exception:
         traceback.print_exc()
-        _say("this is a fault of Pagemill; finished parts stay, and the same command goes on from there")
+        say("this is a fault of Pagemill; finished parts stay, and the same command goes on from there")
         return FAULT
 
 
@@ -100,7 +98,7 @@ def run_once(config: RunConfig) -> int:
     stop = Stop()
 
     def load_engine() -> Engine:
-        _say(f"{config.name}: {job.announcement}")
+        say(f"{config.name}: {job.announcement}")
         engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
         stop.listen()
         return engine
@@ -119,26 +117,17 @@ def run_once(config: RunConfig) -> int:
             stop=stop,
         )
     except RunError as error:
-        _say(f"{error}; finished parts stay, and the same command goes on from there")
+        say(f"{error}; finished parts stay, and the same command goes on from there")
         return FAULT
-    show(_told(summary))
+    tell(_told(summary))
     if summary.stopped == "max_error_rate":
-        _say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; what is finished stays")
+        say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; what is finished stays")
         return TOO_MANY_FAILED
     if summary.stopped is not None:
         again = "the same command with resume=auto" if config.resume == "force" else "the same command again"
-        _say(f"stopped early ({summary.stopped}); run {again} to go on")
+        say(f"stopped early ({summary.stopped}); run {again} to go on")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
-
-
-def show(text: str) -> None:
-    """Print a command's result. A reader that went away or a full disk says so on stderr, and changes no exit code."""
-    try:
-        print(text, flush=True)
-    except OSError as error:
-        _say(f"stdout cannot be written: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter fails over it once more at the end
 
 
 def _told(summary: Summary) -> str:
@@ -162,10 +151,5 @@ def _told(summary: Summary) -> str:
 
 
 def _show(overrides: list[str]) -> int:
-    show(as_yaml(read_run(overrides)))
+    tell(as_yaml(read_run(overrides)))
     return OK
-
-
-def _say(line: str) -> None:
-    with suppress(OSError):  # nobody listens
-        print(f"pagemill: {line}", file=sys.stderr, flush=True)

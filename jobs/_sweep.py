@@ -5,7 +5,6 @@ Knows which runs there are and when to stop; what a run does is `_app`'s.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from functools import partial
 
@@ -13,6 +12,7 @@ from jobs import _app
 from jobs._app import OK, ROWS_FAILED, guarded, read_run
 from jobs._compose import points
 from jobs._schema import RunConfig, as_yaml
+from jobs._terminal import say, tell
 
 
 def main(overrides: list[str], *, show: bool) -> int:
@@ -27,7 +27,7 @@ def _sweep(overrides: list[str]) -> int:
     runs = _runs(overrides)
     code = OK
     for number, (words, config) in enumerate(runs, start=1):
-        print(f"pagemill: run {number} of {len(runs)}: {' '.join(words)}", file=sys.stderr)
+        say(f"run {number} of {len(runs)}: {' '.join(words)}")
         ended = guarded(partial(_app.run_once, config))
         if ended not in (OK, ROWS_FAILED):
             return ended
@@ -36,7 +36,7 @@ def _sweep(overrides: list[str]) -> int:
 
 
 def _show(overrides: list[str]) -> int:
-    _app.show("---\n".join(as_yaml(config) for _, config in _runs(overrides)))
+    tell("---\n".join(as_yaml(config) for _, config in _runs(overrides)))
     return OK
 
 

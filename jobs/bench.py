@@ -23,6 +23,7 @@ from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, Sa
 from jobs._app import OK, compose, guarded, make_job
 from jobs._provenance import dtype_name
 from jobs._schema import JobOptions, absolute, as_yaml
+from jobs._terminal import tell
 from pipeline import InputOptions, PromptOptions
 from pipeline.reader import open_reader
 from pipeline.report import peak_rss_bytes, process_seconds
@@ -70,7 +71,7 @@ def main(overrides: list[str], *, show: bool) -> int:
 def _bench(overrides: list[str], *, show: bool) -> int:
     config = compose("bench", overrides, kind=BenchConfig)
     if show:
-        print(as_yaml(config))
+        tell(as_yaml(config))
         return OK
     tokenizer = Tokenizer.load(config.model)
     requests = list(_from_file(config, tokenizer) if config.input.path else synthetic(config.bench, tokenizer, seed=config.seed))
@@ -78,7 +79,7 @@ def _bench(overrides: list[str], *, show: bool) -> int:
     numbers = _machine() | _settings(config) | measure(engine, requests)
     for key, value in numbers.items():
         print(f"{key:<26}{value:,.3f}" if isinstance(value, float) else f"{key:<26}{value}", file=sys.stderr)
-    print(json.dumps(numbers))
+    tell(json.dumps(numbers))
     return OK
 
 

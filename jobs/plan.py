@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from engine import Forecast, Tokenizer
 from jobs._app import OK, compose, guarded, make_job, read_run
 from jobs._schema import RunConfig, as_yaml
+from jobs._terminal import tell
 from pipeline.plan import Plan, plan
 
 
@@ -39,10 +40,10 @@ def _plan(overrides: list[str], *, show: bool) -> int:
     options = compose("plan", own, kind=PlanConfig).plan
     config = read_run([word for word in overrides if word not in own])
     if show:
-        print(as_yaml(config))
+        tell(as_yaml(config))
         return OK
     found = plan_run(config)
-    print(json.dumps(found.numbers(), ensure_ascii=False) if options.json else "\n".join(_table(found)))
+    tell(json.dumps(found.numbers(), ensure_ascii=False) if options.json else "\n".join(_table(found)))
     return OK
 
 

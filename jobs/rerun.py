@@ -6,7 +6,6 @@ Builds the job and the engine for pipeline.rerun and tells what came out.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import replace
 
 from engine import Engine, Tokenizer
@@ -15,6 +14,7 @@ from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
 from jobs._signals import INTERRUPTED, Stop
+from jobs._terminal import say
 from pipeline import Job, OutputOptions, RunError, Summary, run
 from pipeline.archive import Archive
 from pipeline.columns import OutputColumns
@@ -89,19 +89,16 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     if summary is None:
         return FAULT
     if summary.stopped == "max_error_rate":
-        print(
-            f"pagemill: stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; nothing is replaced",
-            file=sys.stderr,
-        )
+        say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; nothing is replaced")
         return TOO_MANY_FAILED
     if summary.stopped:
-        print("pagemill: stopped early, and nothing is replaced yet; run the same command again to go on", file=sys.stderr)
+        say("stopped early, and nothing is replaced yet; run the same command again to go on")
         return INTERRUPTED
     try:
         rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(config.output, schema=columns.schema))
         rerun.note(words, merged=True)
     except OSError as error:  # a full disk; each part is the old one or the new one
-        print(f"pagemill: {error}; the same command goes on from there", file=sys.stderr)
+        say(f"{error}; the same command goes on from there")
         return FAULT
     _tell(summary, rerun)
     return ROWS_FAILED if summary.num_errors else OK
@@ -131,7 +128,7 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
     stop = Stop()
 
     def load_engine() -> Engine:
-        print(f"pagemill: {rerun.num_rows:,} rows again: {job.announcement}", file=sys.stderr)
+        say(f"{rerun.num_rows:,} rows again: {job.announcement}")
         engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
         stop.listen()
         return engine
@@ -149,7 +146,7 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
             stop=stop,
         )
     except RunError as error:
-        print(f"pagemill: {error}; the same command goes on from there", file=sys.stderr)
+        say(f"{error}; the same command goes on from there")
         return None
 
 
