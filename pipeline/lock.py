@@ -53,13 +53,21 @@ def _lock(folder: Path, *, key: str) -> IO[str]:
             owner = stream.read()
             stream.close()
             raise ValueError(f"{key}: {str(folder)!r} is in use by {_told(owner)}; wait for it, or use another folder") from None
-        if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+        if _lies_at(path, stream):
             break
         stream.close()  # its owner was just leaving and took the file along
     stream.truncate(0)
     json.dump({"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().astimezone().isoformat(" ", "seconds")}, stream)
     stream.flush()
     return stream
+
+
+def _lies_at(path: Path, stream: IO[str]) -> bool:
+    """Whether ``stream`` is the file that has the name ``path`` now; asked once, as its owner may take it away at any moment."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _told(owner: str) -> str:

@@ -73,6 +73,7 @@ def test_a_lock_that_was_just_let_go_and_taken_by_another_is_not_ours(tmp_path: 
 
 def test_never_two_at_once(tmp_path: Path) -> None:
     inside, most, rounds = [0], [0], [0]
+    refusals: set[str] = set()
 
     def take() -> None:
         while rounds[0] < 300:
@@ -82,8 +83,8 @@ def test_never_two_at_once(tmp_path: Path) -> None:
                     most[0] = max(most[0], inside[0])
                     rounds[0] += 1
                     inside[0] -= 1
-            except ValueError:
-                pass
+            except ValueError as refusal:
+                refusals.add(str(refusal))
 
     threads = [threading.Thread(target=take) for _ in range(4)]
     for thread in threads:
@@ -91,6 +92,7 @@ def test_never_two_at_once(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert most == [1]
+    assert not {refusal for refusal in refusals if "is in use by" not in refusal}
 
 
 def test_a_run_refuses_a_folder_in_use_and_touches_nothing(run_job, write_jsonl, tmp_path: Path) -> None:
