@@ -218,7 +218,7 @@ def test_a_crash_at_any_moment_is_healed_by_the_same_rerun(finished, new_engine,
     real = {name: getattr(durable, name) for name in ("append_lines", "replace_text", "rename")}
     moment, crashed = 0, True
     while crashed:
-        moment += 1
+        moment, crashed = moment + 1, False
         folder = finished(f"out{moment}", rows_per_shard=20)
         calls = iter(range(moment))
 
@@ -235,9 +235,8 @@ def test_a_crash_at_any_moment_is_healed_by_the_same_rerun(finished, new_engine,
                 patch.setattr(durable, name, crashing(name, calls))
             try:
                 folder.rerun(new_engine(), "finish_reason=length")
-                crashed = False
             except SystemExit:
-                pass
+                crashed = True
         if crashed:
             folder.rerun(new_engine(), "finish_reason=length")
         assert folder.state() == expected, f"killed before write {moment}"
