@@ -168,8 +168,8 @@ class _Tally:
                 raise record.error
             request = job.request(record)
             prompt = record.columns.get("prompt")
-        except RowError as error:
-            self._fail(error.code, record)
+        except Exception as error:
+            self._fail(RowError.of(error).code, record)
             return
         self._measure(request)
         self.num_blank_ends += isinstance(prompt, str) and prompt != prompt.rstrip()

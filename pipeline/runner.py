@@ -291,7 +291,7 @@ class _Mill:
                 request = self.job.request(record)
         except Exception as error:  # whatever a row does to its own handling is that row's error
             self.metrics.finished(())
-            self._settle(shard, record.index, [failed(_row_error(error)) | {"row_id": row_id, "row_key": record.row_key}])
+            self._settle(shard, record.index, [failed(RowError.of(error)) | {"row_id": row_id, "row_key": record.row_key}])
             return None
         return _Asked(shard, record.index, row_id, request, completions=[])
 
@@ -306,7 +306,7 @@ class _Mill:
                     raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
                 rows.append(answered(completion, self.job.answer(completion), prompt_token_ids=prompt) | names)
             except Exception as error:
-                return [failed(_row_error(error), completion=completion) | names]
+                return [failed(RowError.of(error), completion=completion) | names]
         return rows
 
     def _settle(self, shard: _OpenShard, index: int, rows: Answers) -> None:
@@ -352,10 +352,6 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"output.path: {error}") from error
-
-
-def _row_error(error: Exception) -> RowError:
-    return error if isinstance(error, RowError) else RowError("bad_row", f"the row cannot be handled: {type(error).__name__}: {error}")
 
 
 def _summary(

@@ -38,6 +38,11 @@ class RowError(Exception):
         self.code = code
         super().__init__(self.message)
 
+    @classmethod
+    def of(cls, error: Exception) -> RowError:
+        """What ``error``, met while a row was handled, makes of the row: whatever it does to its own handling is its own error."""
+        return error if isinstance(error, cls) else cls("bad_row", f"the row cannot be handled: {type(error).__name__}: {error}")
+
 
 class RunError(Exception):
     """A run that began and cannot go on: the disk is full, an input went away. What is finished stays; a later run goes on."""
