@@ -36,9 +36,7 @@ class _Entry(NamedTuple):
 
     @classmethod
     def of(cls, seq: Sequence, *, arrival: int) -> _Entry:
-        num_tokens = len(seq.tokens)
-        num_steps = seq.max_len - num_tokens + num_tokens / _PREFILL_TOKENS_PER_STEP
-        return cls(seq.tokens.tobytes(), arrival, num_steps - arrival / _ARRIVALS_PER_STEP, seq)
+        return cls(seq.tokens.tobytes(), arrival, _num_steps(seq) - arrival / _ARRIVALS_PER_STEP, seq)
 
 
 class PrefixFirst:
@@ -47,6 +45,9 @@ class PrefixFirst:
     Neighbours share their prefix while it is hot. Among the branches of one node the one with the longest answer goes
     first, so that what is started last is short and the last steps are not for one long answer alone. Preempted sequences
     go before all others, the oldest of them in front.
+
+    The very first to start is the one with the least to do, whatever its prefix: an answer that is there within seconds
+    shows that a long job works, and costs it nothing.
 
     The order is made anew when those that came since are half as many as those that are left in it.
     """
@@ -59,6 +60,7 @@ class PrefixFirst:
         self._ordered: dict[Sequence, None] = {}
         self._arrived: dict[Sequence, None] = {}  # not in order yet
         self._num_arrivals = 0
+        self._has_begun = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -80,7 +82,9 @@ class PrefixFirst:
         if self._arrived and 2 * len(self._arrived) >= len(self._ordered):
             resumed = set(self._resumed)
             entries = [entry for entry in self._sorted if entry.seq not in resumed]
-            self._ordered = {entry.seq: None for entry in _depth_first(entries, self._block_bytes)}
+            first = [] if self._has_begun else [min(entries, key=lambda entry: (_num_steps(entry.seq), entry.arrival)).seq]
+            self._ordered = dict.fromkeys([*first, *(entry.seq for entry in _depth_first(entries, self._block_bytes))])
+            self._has_begun = True
             self._arrived.clear()
         return list(islice(chain(self._resumed, self._ordered), limit))
 
@@ -104,6 +108,12 @@ class PrefixFirst:
         self._num_arrivals += 1
         entry = self._entries[seq] = _Entry.of(seq, arrival=self._num_arrivals)
         insort(self._sorted, entry)  # arrivals differ, so sequences are never compared
+
+
+def _num_steps(seq: Sequence) -> float:
+    """About the steps that ``seq`` will take."""
+    num_tokens = len(seq.tokens)
+    return seq.max_len - num_tokens + num_tokens / _PREFILL_TOKENS_PER_STEP
 
 
 def _depth_first(entries: list[_Entry], width: int) -> Iterable[_Entry]:

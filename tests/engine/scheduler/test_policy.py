@@ -23,11 +23,15 @@ def sequence(id, prompt, max_tokens) -> Sequence:
     )
 
 
+def num_steps(seq: Sequence) -> float:
+    return seq.max_len - seq.num_prompt + seq.num_prompt / 128
+
+
 def depth_first(seqs: list[Sequence], depth: int = 0) -> list[Sequence]:
     """The definition: branches by the next block, the one with the heaviest sequence first; equal prompts by their weight."""
 
     def weight(seq):
-        return seq.max_len - seq.num_prompt + seq.num_prompt / 128 - seq.request.id / 32
+        return num_steps(seq) - seq.request.id / 32
 
     if len(seqs) == 1 or all(seq.tokens == seqs[0].tokens for seq in seqs):
         return sorted(seqs, key=weight, reverse=True)
@@ -46,7 +50,14 @@ def test_the_order_is_depth_first_with_the_heaviest_branch_in_front(rows):
     queue = PrefixFirst(block_size=BLOCK)
     for seq in seqs:
         queue.add(seq)
-    assert queue.candidates(limit=len(seqs)) == depth_first(seqs)
+    ordered = depth_first(seqs)
+    first = min(seqs, key=num_steps)
+    assert queue.candidates(limit=len(seqs)) == [first, *(seq for seq in ordered if seq is not first)]
+    queue.remove(first)
+    for seq in (again := [sequence(len(rows) + i, *row) for i, row in enumerate(rows)]):
+        queue.add(seq)
+    left = depth_first([*(seq for seq in seqs if seq is not first), *again])
+    assert queue.candidates(limit=len(left)) == left, "only the first of all goes out of turn"
 
 
 @given(ROWS, st.lists(st.integers(0, 19)), st.lists(TOKENS, max_size=6))
@@ -77,6 +88,8 @@ def test_resumed_sequences_go_first_the_oldest_in_front():
 def test_nobody_waits_for_ever():
     """Two longer ones arrive for each that is taken; the shortest of all goes when 32 came for each step that it is shorter."""
     queue = PrefixFirst(block_size=BLOCK)
+    queue.add(sequence(-1, [9, 9], 1))
+    queue.remove(queue.candidates(limit=1)[0])  # the very first goes out of turn
     shortest = sequence(0, [9, 9], 1)
     queue.add(shortest)
     for i in range(1, 1000):
