@@ -1,7 +1,8 @@
 // Runs the layers: all threads walk through the same jobs, each of which is done before the next begins.
 //
 // The residual stream stays float32. Rows go through the products in bf16, and what a product gives is taken from the
-// registers by the function that needs it next: added to the stream, or gated.
+// registers by the function that needs it next: added to the stream, or gated. After the last layer's attention nothing is
+// computed but for the rows whose hidden states are wanted: a prefill's others have left their keys and values.
 #include "step.h"
 
 #include <algorithm>
@@ -16,7 +17,7 @@ namespace pagemill {
 constexpr std::int64_t kRowsAtOnce = 4;
 
 constexpr int kJobsPerLayer = 4 + 4 * kJobsPerProduct;
-constexpr int kJobsOutsideLayers = 2;
+constexpr int kJobsOutsideLayers = 3;
 
 class Workspace {
 public:
@@ -24,6 +25,7 @@ public:
         : num_threads(num_threads),
           progress(kJobsOutsideLayers + kJobsPerLayer * model.num_layers, num_threads),
           stream(max_tokens, model.hidden_size),
+          wanted_stream(max_tokens, model.hidden_size),
           normed(max_tokens, model.hidden_size),
           qkv(max_tokens, (model.num_heads + 2 * model.kv.num_kv_heads) * model.kv.head_dim),
           q(max_tokens, model.num_heads * model.kv.head_dim),
@@ -34,14 +36,15 @@ public:
 
     const int num_threads;
     Progress progress;
-    const Matrix<float> stream;   // [T, E], the residual stream
-    const Matrix<bf16> normed;    // [T, E]
-    const Matrix<float> qkv;      // [T, (H + 2K) x D]
-    const Matrix<bf16> q;         // [T, H x D], rotated
-    const Matrix<bf16> kv;        // a thread's row of keys and values on its way to the pool
-    const Matrix<bf16> attended;  // [T, H x D]
-    const Matrix<bf16> gated;     // [T, I]
-    Quantised quantised;          // the inputs of a product with int8 weights
+    const Matrix<float> stream;         // [T, E], the residual stream
+    const Matrix<float> wanted_stream;  // [M, E], the wanted rows of it
+    const Matrix<bf16> normed;          // [T, E]
+    const Matrix<float> qkv;            // [T, (H + 2K) x D]
+    const Matrix<bf16> q;               // [T, H x D], rotated; in the end [M, H x D], the wanted rows of `attended`
+    const Matrix<bf16> kv;              // a thread's row of keys and values on its way to the pool
+    const Matrix<bf16> attended;        // [T, H x D]
+    const Matrix<bf16> gated;           // [T, I]
+    Quantised quantised;                // the inputs of a product with int8 weights
 };
 
 namespace {
@@ -84,7 +87,13 @@ struct Gate {
 class Walk {
 public:
     Walk(const Model& model, Workspace& workspace, const Step& step)
-        : model_(model), work_(workspace), step_(step), team_(workspace.progress) {}
+        : model_(model),
+          work_(workspace),
+          step_(step),
+          team_(workspace.progress),
+          num_rows_(step.num_tokens),
+          stream_(&workspace.stream),
+          attended_(&workspace.attended) {}
 
     void run() {
         embed();
@@ -94,7 +103,8 @@ public:
             project(layer.qkv, work_.normed, [&](std::int64_t panel) { return Store{work_.qkv, panel * kPanel, layer.qkv.bias}; });
             rotate_and_cache(layer, step_.pools[index]);
             attend(step_.pools[index]);
-            project(layer.o, work_.attended, [&](std::int64_t panel) { return add_to_stream(layer.o, panel); });
+            if (index + 1 == model_.num_layers) keep_wanted();
+            project(layer.o, *attended_, [&](std::int64_t panel) { return add_to_stream(layer.o, panel); });
             norm(layer.post_attention_norm);
             project(layer.gate_up, work_.normed, [&](std::int64_t panel) { return Gate{work_.gated, panel * kPanel / 2}; });
             project(layer.down, work_.gated, [&](std::int64_t panel) { return add_to_stream(layer.down, panel); });
@@ -103,7 +113,7 @@ public:
     }
 
 private:
-    AddToStream add_to_stream(const Weights& weights, std::int64_t panel) const { return {work_.stream, panel * kPanel, weights.bias}; }
+    AddToStream add_to_stream(const Weights& weights, std::int64_t panel) const { return {*stream_, panel * kPanel, weights.bias}; }
 
     template <class Each>
     void each_row(std::int64_t count, const Each& each) {
@@ -119,14 +129,14 @@ private:
     }
 
     void norm(const float* weight) {
-        each_row(step_.num_tokens, [&](std::int64_t row) {
-            rms_norm(work_.stream.row(row), weight, model_.hidden_size, model_.rms_norm_eps, work_.normed.row(row));
+        each_row(num_rows_, [&](std::int64_t row) {
+            rms_norm(stream_->row(row), weight, model_.hidden_size, model_.rms_norm_eps, work_.normed.row(row));
         });
     }
 
     template <class DoneFor>
     void project(const Weights& weights, const Matrix<bf16>& x, const DoneFor& done_for) {
-        multiply(team_, weights, x.row(0), x.stride(), step_.num_tokens, work_.quantised, done_for);
+        multiply(team_, weights, x.row(0), x.stride(), num_rows_, work_.quantised, done_for);
     }
 
     // Head norms and rotation; queries stay here, keys and values go to their slots.
@@ -153,10 +163,21 @@ private:
         team_.run_lots(lot_of, 1, [&](Range items) { attend_items(*step_.attention, layer, items, team_.thread()); });
     }
 
-    void finish() {
+    // From here on the rows are the wanted ones, in their order.
+    void keep_wanted() {
         each_row(step_.num_wanted, [&](std::int64_t i) {
-            const float* from = work_.stream.row(step_.wanted[i]);
-            rms_norm(from, model_.final_norm, model_.hidden_size, model_.rms_norm_eps, step_.hidden + i * step_.hidden_stride);
+            const std::int64_t row = step_.wanted[i];
+            std::copy_n(work_.stream.row(row), work_.stream.stride(), work_.wanted_stream.row(i));
+            std::copy_n(work_.attended.row(row), work_.attended.stride(), work_.q.row(i));
+        });
+        num_rows_ = step_.num_wanted;
+        stream_ = &work_.wanted_stream;
+        attended_ = &work_.q;
+    }
+
+    void finish() {
+        each_row(num_rows_, [&](std::int64_t i) {
+            rms_norm(stream_->row(i), model_.final_norm, model_.hidden_size, model_.rms_norm_eps, step_.hidden + i * step_.hidden_stride);
         });
     }
 
@@ -164,6 +185,9 @@ private:
     Workspace& work_;
     const Step& step_;
     Team team_;
+    std::int64_t num_rows_;  // T, in the end M
+    const Matrix<float>* stream_;
+    const Matrix<bf16>* attended_;
 };
 
 }  // namespace
