@@ -18,6 +18,7 @@ from engine.config import EngineConfig, KVCacheConfig, ModelConfig
 from engine.device import Device
 from engine.forecast import Forecast, Pool
 from engine.grammar.compiler import Grammars
+from engine.kernels.cpu.draw import NativeChoice
 from engine.kv.format import format_name
 from engine.kv.manager import BlockManager
 from engine.kv.sizing import bytes_per_block, pool_size
@@ -28,6 +29,7 @@ from engine.loop import Engine
 from engine.runner.forward import Forward, TorchForward
 from engine.runner.native import NativeForward
 from engine.runner.runner import ModelRunner
+from engine.sampling.chance import Choose, choose
 from engine.sampling.sampler import Sampler
 from engine.scheduler.admission import Admission
 from engine.scheduler.scheduler import Scheduler
@@ -67,7 +69,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         grammars=Grammars(tokenizer, vocab_size=num_valid_tokens),
         stats=stats,
     )
-    sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed)
+    sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed, choose=_choose(frame.backend))
     forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)
     runner = ModelRunner(forward, store=store, sampler=sampler, stats=stats, device=device.torch_device)
     return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer)
@@ -146,6 +148,11 @@ def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any]
     if isinstance(backend, cpu.Backend):
         return NativeForward(decoder, store=store, backend=backend, max_tokens=max_tokens, int8=weights == "int8")
     return TorchForward(decoder, store=store, backend=backend)
+
+
+def _choose(backend: AttentionBackend[Any]) -> Choose:
+    """Draws come from the CPU's kernels where the step does."""
+    return NativeChoice(backend.library, num_threads=backend.spec.num_threads) if isinstance(backend, cpu.Backend) else choose
 
 
 def _refuse_int8(backend: AttentionBackend[Any], spec: AttentionSpec) -> None:

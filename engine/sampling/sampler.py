@@ -1,8 +1,7 @@
 """Draws one token for each row of logits, each row by its own request's settings.
 
-Knows the order of the work: logits are adjusted by each row's rules; then greedy rows are an argmax, and the others go
-through the transforms and the inverse of the cumulative distribution at their own uniform number. It keeps no state, so a
-draw depends on its own row alone.
+Knows the order of the work: logits are adjusted by each row's rules; then greedy rows are an argmax, and the others are
+drawn at their own uniform number. It keeps no state, so a draw depends on its own row alone.
 Shape suffixes: M rows to draw for, R of them that are not greedy, V vocabulary.
 """
 
@@ -17,9 +16,9 @@ import torch
 from torch import Tensor
 
 from engine.sampling.adjust import adjust, is_adjusted
+from engine.sampling.chance import Choose, choose
 from engine.sampling.logprobs import candidates, score, slices
 from engine.sampling.rng import uniform
-from engine.sampling.transforms import transform
 from engine.sequence import Sequence
 from engine.types import NOTHING_LEFT, Draw
 
@@ -43,12 +42,14 @@ def wants_likeliest_only(seq: Sequence) -> bool:
 class Sampler:
     """Ids from ``num_valid_tokens`` on (padding rows of the embedding, which no tokenizer knows) are never drawn.
 
-    ``seed`` keys the draws of requests without a seed of their own.
+    ``seed`` keys the draws of requests without a seed of their own. ``choose`` is how a token is picked once its row's
+    uniform number is known: torch's way, or a device's own.
     """
 
-    def __init__(self, *, num_valid_tokens: int, seed: int) -> None:
+    def __init__(self, *, num_valid_tokens: int, seed: int, choose: Choose = choose) -> None:
         self.num_valid_tokens = num_valid_tokens
         self.seed = seed
+        self.choose = choose
 
     def draw(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
         """Float32 logits [M, V], row m for the next token of ``seqs[m]`` -> ``seqs[m].num_draws`` draws for each row.
@@ -91,8 +92,10 @@ class Sampler:
         ]
 
     def _choose(self, logits_MV: Tensor, rows: list[_Row], *, attempt: int = 0) -> Tensor:
-        token_ids_M = logits_MV.argmax(-1)  # of equal ones the first
         by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
+        if len(by_chance) == len(rows):
+            return self._draw_by_chance(logits_MV, rows, attempt=attempt)
+        token_ids_M = logits_MV.argmax(-1)  # of equal ones the first
         if by_chance:
             index_R = torch.tensor(by_chance, device=logits_MV.device)
             token_ids_M[index_R] = self._draw_by_chance(logits_MV[index_R], [rows[m] for m in by_chance], attempt=attempt)
@@ -116,12 +119,8 @@ class Sampler:
                 token_ids_M[m] = grammar.closing_token_id
 
     def _draw_by_chance(self, logits_RV: Tensor, rows: list[_Row], *, attempt: int) -> Tensor:
-        """The first token id whose cumulative probability, in id order and float64, exceeds the row's uniform number."""
         chance_R = [
             uniform(seq.request, engine_seed=self.seed, sample_index=sample_index, position=seq.num_generated, attempt=attempt)
             for seq, sample_index in rows
         ]
-        cumulative_RV = torch.softmax(transform(logits_RV, [row.seq for row in rows]), dim=-1).cumsum(-1, dtype=torch.float64)
-        target_R1 = cumulative_RV[:, -1:] * torch.tensor(chance_R, dtype=torch.float64, device=logits_RV.device)[:, None]
-        token_ids_R = torch.searchsorted(cumulative_RV, target_R1, right=True).squeeze(1)
-        return token_ids_R.clamp(max=logits_RV.shape[-1] - 1)  # a row of NaN finds no place
+        return self.choose(logits_RV, [row.seq for row in rows], chance_R)
