@@ -6,11 +6,14 @@ Knows Arrow types; knows no rows, files or formats.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
 import pyarrow.compute as pc
+
+_BYTES_OF_TEXT = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+_PLAIN_OF_VIEW = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 class _Hash(Protocol):
@@ -47,7 +50,7 @@ def _add(digest: _Hash, array: pa.Array) -> None:
         _add(digest, pc.list_value_length(array))
         _add(digest, array.flatten())
     elif pa.types.is_nested(kind):
-        digest.update(repr(array.to_pylist()).encode("utf-8", "surrogatepass"))
+        digest.update(repr(array.view(_mapped(kind, leaf=_as_bytes)).to_pylist()).encode())
     else:
         plain = array.cast(pa.uint8()) if pa.types.is_boolean(kind) else array
         digest.update(pa.record_batch([plain], names=["values"]).serialize())
@@ -56,21 +59,22 @@ def _add(digest: _Hash, array: pa.Array) -> None:
 def _decoded(array: pa.Array) -> pa.Array:
     if isinstance(array, pa.ExtensionArray):
         return _decoded(array.storage)
+    if (plain := _mapped(array.type, leaf=_without_view)) != array.type:
+        return _decoded(array.cast(plain))
     if isinstance(array, pa.DictionaryArray):
         return _decoded(array.dictionary_decode())
-    if pa.types.is_run_end_encoded(array.type):
-        return _decoded(pc.run_end_decode(array))
-    if array.type == pa.string_view():
-        return array.cast(pa.large_string())
-    return array.cast(pa.large_binary()) if array.type == pa.binary_view() else array
+    return _decoded(pc.run_end_decode(array)) if pa.types.is_run_end_encoded(array.type) else array
 
 
 def _is_list(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+    is_view = pa.types.is_list_view(kind) or pa.types.is_large_list_view(kind)
+    return bool(is_view or pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def mended(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
     """``table`` with U+FFFD where its texts are no UTF-8, and the rows (index -> column) that had such a text.
+
+    Nothing else is touched: moments that no calendar knows stay as they are.
 
     Raises:
         pyarrow.ArrowInvalid: the table is damaged in another way.
@@ -81,38 +85,71 @@ def mended(table: pa.Table) -> tuple[pa.Table, dict[int, str]]:
         try:
             column.validate(full=True)
         except pa.ArrowInvalid:
-            decoded = pa.chunked_array([_decoded(chunk) for chunk in column.chunks])
-            values = decoded.cast(_bytes_type(decoded.type)).to_pylist()
-            replaced = [_text(value, kind=decoded.type) for value in values]
-            for row, (_, is_bad) in enumerate(replaced):
-                if is_bad:
-                    bad_rows.setdefault(row, field.name)
-            table = table.set_column(index, field, pa.array([value for value, _ in replaced], type=field.type))
-            table.column(index).validate(full=True)
+            bare = [chunk.view(_mapped(field.type, leaf=_as_bytes)) for chunk in column.chunks]
+            for chunk in bare:
+                chunk.validate(full=True)
+            replaced = [_text(value, kind=field.type) for chunk in bare for value in chunk.to_pylist()]
+            bad = [row for row, (_, is_bad) in enumerate(replaced) if is_bad]
+            if bad:
+                texts = pa.array([value for value, _ in replaced], type=_mapped(field.type, leaf=_as_stored))
+                table = table.set_column(index, field, texts.view(field.type))
+                bad_rows |= dict.fromkeys(bad, field.name) | bad_rows
     return table, bad_rows
 
 
-def _bytes_type(kind: pa.DataType) -> pa.DataType:
-    """``kind`` with bytes for text at every depth."""
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return pa.binary() if pa.types.is_string(kind) else pa.large_binary()
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_bytes_type(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(_bytes_type(kind.key_type), _bytes_type(kind.item_type))
-    if _is_list(kind):
-        item = kind.value_field.with_type(_bytes_type(kind.value_type))
-        if pa.types.is_fixed_size_list(kind):
-            return pa.list_(item, kind.list_size)
-        return pa.list_(item) if pa.types.is_list(kind) else pa.large_list(item)
+def _as_stored(kind: pa.DataType) -> pa.DataType:
+    """A ``leaf`` of ``_mapped``: what ``kind`` is stored as, where Python holds all values of that. Times are numbers."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _mapped(kind.storage_type, leaf=_as_stored)
+    if pa.types.is_temporal(kind) and kind != pa.month_day_nano_interval():
+        return pa.int32() if kind.bit_width == 32 else pa.int64()
     return kind
 
 
+def _as_bytes(kind: pa.DataType) -> pa.DataType:
+    """A ``leaf`` of ``_mapped``: as ``_as_stored``, and texts are bytes."""
+    if isinstance(kind, pa.BaseExtensionType):
+        return _mapped(kind.storage_type, leaf=_as_bytes)
+    return _BYTES_OF_TEXT.get(kind) or _as_stored(kind)
+
+
+def _without_view(kind: pa.DataType) -> pa.DataType:
+    """A ``leaf`` of ``_mapped``: Arrow cannot take from views."""
+    return _PLAIN_OF_VIEW.get(kind, kind)
+
+
+def _mapped(kind: pa.DataType, *, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """``kind`` with ``leaf`` of every type in it that holds no other."""
+    if pa.types.is_dictionary(kind):
+        return pa.dictionary(kind.index_type, _mapped(kind.value_type, leaf=leaf), ordered=kind.ordered)
+    if pa.types.is_map(kind):
+        return pa.map_(_mapped(kind.key_type, leaf=leaf), _mapped(kind.item_type, leaf=leaf))
+    if pa.types.is_struct(kind) or pa.types.is_union(kind):
+        inside = [field.with_type(_mapped(field.type, leaf=leaf)) for field in kind]
+        return pa.struct(inside) if pa.types.is_struct(kind) else pa.union(inside, mode=kind.mode, type_codes=kind.type_codes)
+    return _list_of(_mapped(kind.value_type, leaf=leaf), like=kind) if _is_list(kind) else leaf(kind)
+
+
+def _list_of(item: pa.DataType, *, like: pa.DataType) -> pa.DataType:
+    field = like.value_field.with_type(item)
+    if pa.types.is_fixed_size_list(like):
+        return pa.list_(field, like.list_size)
+    if pa.types.is_list(like):
+        return pa.list_(field)
+    if pa.types.is_large_list(like):
+        return pa.large_list(field)
+    return pa.list_view(field) if pa.types.is_list_view(like) else pa.large_list_view(field)
+
+
 def _text(value: Any, *, kind: pa.DataType) -> tuple[Any, bool]:
-    """A value of ``_bytes_type(kind)`` in ``kind``, and whether a text in it had to be changed."""
+    """A value in ``_as_bytes`` with text for bytes, and whether a text in it had to be changed."""
     if value is None:
         return None, False
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+    if isinstance(kind, pa.BaseExtensionType):
+        return _text(value, kind=kind.storage_type)
+    if pa.types.is_dictionary(kind):
+        return _text(value, kind=kind.value_type)
+    if kind in _BYTES_OF_TEXT:
         text = value.decode("utf-8", "replace")
         return text, text.encode() != value
     if pa.types.is_struct(kind):

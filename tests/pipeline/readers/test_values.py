@@ -25,6 +25,7 @@ KINDS: list[tuple[pa.DataType, st.SearchStrategy[Any]]] = [
     (pa.large_list(pa.list_(pa.int8())), st.none() | st.lists(st.none() | st.lists(NUMBER, max_size=2), max_size=2)),
     (pa.list_(pa.bool_(), 2), st.none() | st.lists(st.none() | st.booleans(), min_size=2, max_size=2)),
     (pa.list_view(pa.int8()), st.none() | st.lists(NUMBER, max_size=2)),
+    (pa.list_(pa.struct({"x": pa.string_view()})), st.none() | st.lists(st.none() | st.fixed_dictionaries({"x": WORD}), max_size=2)),
     (pa.struct({"x": pa.string(), "y": pa.int8()}), st.none() | st.fixed_dictionaries({"x": WORD, "y": NUMBER})),
     (pa.map_(pa.string(), pa.int8()), st.none() | st.lists(st.tuples(st.sampled_from(["", "a"]), NUMBER), max_size=2)),
 ]
@@ -64,6 +65,46 @@ def test_what_lies_under_a_null_does_not_count() -> None:
     assert len(digests) == 1
 
 
+UNTOLD = 2**62  # as a moment or a span of time, more than Python's own types can say
+
+
+def untold(kind: pa.DataType) -> pa.Array:
+    return pa.array([UNTOLD, None, 5], pa.int64()).view(kind)
+
+
+UNTELLABLE = pa.table(
+    {
+        "date": untold(pa.date64()),
+        "second": untold(pa.timestamp("s", "No/Where")),
+        "nanosecond": untold(pa.timestamp("ns")),
+        "time": untold(pa.time64("us")),
+        "duration": untold(pa.duration("s")),
+        "view": pa.ListViewArray.from_arrays([0, 1, 2], [1, 1, 1], untold(pa.timestamp("s"))),
+        "union": pa.UnionArray.from_sparse(pa.array([0, 0, 0], pa.int8()), [untold(pa.date64()), untold(pa.timestamp("s"))]),
+    }
+)
+
+
+def test_moments_that_python_cannot_hold_have_a_digest_and_stay() -> None:
+    for name in UNTELLABLE.column_names:
+        column = UNTELLABLE.select([name])
+        assert _values.digest(column.to_batches()) != _values.digest(column.slice(1).to_batches()), name
+        table, bad_rows = _values.mended(column)
+        assert str(table) == str(column), name
+        assert bad_rows == {}
+
+
+def test_moments_beside_a_text_that_is_mended_stay() -> None:
+    words = pa.array([b"fine", b"\xff", None], pa.binary()).view(pa.string())
+    given = pa.StructArray.from_arrays([words, *(column.chunk(0) for column in UNTELLABLE.select(range(5)).columns)], ["words", *"abcde"])
+    table, bad_rows = _values.mended(pa.table({"row": given}))
+    assert bad_rows == {1: "row"}
+    whole = table["row"].combine_chunks()
+    assert whole.field("words").to_pylist() == ["fine", "\ufffd", None]
+    for letter in "abcde":
+        assert str(whole.field(letter)) == str(given.field(letter))
+
+
 def test_mended_texts_are_all_utf8_at_every_depth() -> None:
     offsets = pa.array([0, 1, 2], pa.int32())
     damaged = pa.Array.from_buffers(pa.string(), 2, [None, offsets.buffers()[1], pa.py_buffer(b"a\xff")])
@@ -73,6 +114,10 @@ def test_mended_texts_are_all_utf8_at_every_depth() -> None:
         "large": damaged.cast(pa.binary()).cast(pa.large_binary()).view(pa.large_string()),
         "list": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), damaged),
         "fixed": pa.FixedSizeListArray.from_arrays(damaged, 1),
+        "view": damaged.cast(pa.binary()).cast(pa.binary_view()).view(pa.string_view()),
+        "list_view": pa.ListViewArray.from_arrays([0, 1], [1, 1], damaged),
+        "words": pa.StructArray.from_arrays([pa.DictionaryArray.from_arrays([0, 1], damaged)], ["x"]),
+        "json": pa.ListArray.from_arrays([0, 1, 2], pa.ExtensionArray.from_storage(pa.json_(pa.string()), damaged)),
         "struct": pa.StructArray.from_arrays([damaged, good], ["x", "y"]),
         "map": pa.MapArray.from_arrays(pa.array([0, 1, 2], pa.int32()), pa.array(["k", "l"]), damaged),
         "fine": good,
@@ -86,6 +131,10 @@ def test_mended_texts_are_all_utf8_at_every_depth() -> None:
         "large": "\ufffd",
         "list": ["\ufffd"],
         "fixed": ["\ufffd"],
+        "view": "\ufffd",
+        "list_view": ["\ufffd"],
+        "words": {"x": "\ufffd"},
+        "json": ["\ufffd"],
         "struct": {"x": "\ufffd", "y": 2},
         "map": [("l", "\ufffd")],
         "fine": 2,
