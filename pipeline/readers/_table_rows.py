@@ -15,7 +15,7 @@ import pyarrow as pa
 from pipeline.reader import SHARD_BYTES, Scan
 from pipeline.readers import _values
 from pipeline.readers._key_folders import folder_columns
-from pipeline.readers._table_schema import chosen, conformed, refuse_without_prompt, unified
+from pipeline.readers._table_schema import chosen, conformed, joined, refuse_without_prompt, unified
 from pipeline.types import Record, RowError, Shard, ShardRows
 
 
@@ -59,7 +59,7 @@ def scan(asked: Scan, *, sources: Sequence[S], open_table: Opener[S]) -> TableRe
             added = chosen(constants[source.name].schema, file=str(source), columns=asked.columns)
             whole[source.name] = pa.schema([*schema, *(field for field in added if field.name not in schema.names)])
             batches = _Batches(table.batches(first_row=0, columns=schema.names))
-            found = list(_shards(batches, name=source.name, asked=asked, limit=remaining))
+            found = list(_shards(batches, source=source, asked=asked, limit=remaining))
         shards += found
         if remaining is not None:
             remaining -= sum(shard.num_rows for shard in found)
@@ -101,7 +101,7 @@ class TableReader(Generic[S]):
 
     def _fitted(self, shard: Shard, rows: Sequence[pa.RecordBatch]) -> ShardRows:
         fitting = [conformed(batch, self.schema, constants=self._constants[shard.file]) for batch in rows]
-        table, bad_rows = _values.mended(pa.Table.from_batches(fitting, schema=self.schema).unify_dictionaries())
+        table, bad_rows = _values.mended(joined(fitting, file=str(self._sources[shard.file])))
         return ShardRows(shard, table, _records(shard, table, bad_rows))
 
 
@@ -134,10 +134,10 @@ class _Batches:
         return batch if batch is not None else next((each for each in self._batches if each.num_rows), None)
 
 
-def _shards(batches: _Batches, *, name: str, asked: Scan, limit: int | None) -> Iterator[Shard]:
+def _shards(batches: _Batches, *, source: Source, asked: Scan, limit: int | None) -> Iterator[Shard]:
     first = 0
     while limit is None or first < limit:
-        known = asked.known_rows(name, first_row=first)
+        known = asked.known_rows(source.name, first_row=first)
         wanted = known or asked.rows_per_shard
         if limit is not None:
             wanted = min(wanted, limit - first)
@@ -145,8 +145,9 @@ def _shards(batches: _Batches, *, name: str, asked: Scan, limit: int | None) -> 
         if not rows:
             return
         num_rows = sum(batch.num_rows for batch in rows)
+        joined(rows, file=str(source))  # or refuse it before anything is computed
         digest = _values.digest(rows)
-        yield Shard(file=name, first_row=first, num_rows=num_rows, start=first, stop=first + num_rows, first_line=0, digest=digest)
+        yield Shard(file=source.name, first_row=first, num_rows=num_rows, start=first, stop=first + num_rows, first_line=0, digest=digest)
         first += num_rows
 
 

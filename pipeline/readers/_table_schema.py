@@ -57,6 +57,23 @@ def conformed(batch: pa.RecordBatch, schema: pa.Schema, *, constants: Mapping[st
     return pa.record_batch(arrays, schema=schema)
 
 
+def joined(batches: Sequence[pa.RecordBatch], *, file: str) -> pa.Table:
+    """``batches`` as one table whose dictionaries are one a column, which an Arrow file needs.
+
+    Raises:
+        ValueError: there is no such dictionary; the message names the columns.
+    """
+    table = pa.Table.from_batches(batches)
+    try:
+        return table.unify_dictionaries()
+    except pa.ArrowException as error:
+        names = [repr(field.name) for field in table.schema if "dictionary" in str(field.type)]
+        raise ValueError(
+            f"{file}: the dictionaries of {' or '.join(names)} differ and cannot be made one ({error}); "
+            "write plain values, or leave the column out with input.columns"
+        ) from error
+
+
 def _column(batch: pa.RecordBatch, field: pa.Field, constants: Mapping[str, Any]) -> pa.Array:
     index = batch.schema.get_field_index(field.name)
     if index < 0:

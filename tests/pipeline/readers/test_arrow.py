@@ -38,6 +38,25 @@ def test_dictionaries_that_grow_between_batches(tmp_path: Path, new: Any) -> Non
         assert carried.to_pylist() == table.to_pylist()
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (lambda start: pa.DictionaryArray.from_arrays([0, 1], ["a", None]), "nulls"),
+        (
+            lambda start: pa.array([f"{start}.{i}" for i in range(100)]).dictionary_encode().cast(pa.dictionary(pa.int8(), pa.string())),
+            "index",
+        ),
+        (lambda start: pa.DictionaryArray.from_arrays([0], pa.array([[start]])), "not implemented"),
+    ],
+)
+def test_dictionaries_that_cannot_be_one_are_refused_before_rows_are_read(tmp_path: Path, words: Any, reason: str) -> None:
+    kind = pa.chunked_array([words(1), words(2)])
+    path = written(tmp_path / "in.arrow", pa.table({"prompt": ["p"] * len(kind), "kind": kind}), new=pa.ipc.new_stream)
+    with pytest.raises(ValueError, match=rf"in\.arrow: the dictionaries of 'kind' differ .*{reason}.*input\.columns"):
+        opened(path)
+    assert read(opened(path, columns=["prompt"])).num_rows == len(kind)
+
+
 def test_an_extension_type_is_carried(tmp_path: Path) -> None:
     table = pa.table({"prompt": ["a", "b"], "key": pa.array([b"0" * 16, None], pa.uuid())})
     assert read(opened(written(tmp_path / "in.arrow", table))).equals(table)
