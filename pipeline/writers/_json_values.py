@@ -91,7 +91,9 @@ def _time(kind: pa.DataType) -> Encode:
 
 
 def _date(kind: pa.DataType) -> Encode:
-    return lambda array: _tellable(array.cast(pa.date32()), counts=pa.int32(), per_day=1).cast(pa.string()).to_pylist()
+    if kind == pa.date64():  # milliseconds, which may be those of any moment of the day
+        return lambda array: [None if text is None else text[: len("2024-02-29")] for text in _timestamp(pa.timestamp("ms"))(array)]
+    return lambda array: _tellable(array, counts=pa.int32(), per_day=1).cast(pa.string()).to_pylist()
 
 
 def _timestamp(kind: pa.DataType) -> Encode:

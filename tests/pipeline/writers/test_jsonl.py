@@ -44,6 +44,7 @@ def test_every_type_by_its_rule(tmp_path: Path, every_type) -> None:
         (pa.array([2_932_896, 2_932_897, -719_163], pa.date32()), ["9999-12-31", None, None]),
         (pa.array([0], pa.timestamp("s", "Mars/Olympus")), ["1970-01-01T00:00:00Z"]),
         (pa.array([86_400_000], pa.date64()), ["1970-01-02"]),
+        (pa.array([86_400_005, -1, 253_402_300_800_000], pa.int64()).view(pa.date64()), ["1970-01-02", "1969-12-31", None]),
         (pa.array([3661], pa.time32("s")), ["01:01:01"]),
         (pa.array([-1, 10**18], pa.duration("ns")), ["PT-0.000000001S", "PT1000000000.000000000S"]),
         (pa.array(["a", None, "a"]).dictionary_encode().cast(pa.dictionary(pa.int32(), pa.large_string())), ["a", None, "a"]),
