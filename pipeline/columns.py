@@ -126,12 +126,17 @@ def num_bytes(table: pa.Table) -> int:
     )
 
 
+def taken(table: pa.Table, indices: Sequence[int]) -> pa.Table:
+    """The rows ``indices`` of ``table``, in this order."""
+    return pa.table([_taken(column, indices) for column in table.columns], schema=table.schema)
+
+
 def repeated(table: pa.Table, counts: Sequence[int], *, max_bytes: int = _MAX_TAKE_BYTES) -> Iterator[pa.Table]:
     """``table`` with row ``i`` ``counts[i]`` times, in pieces with ``max_bytes`` of values at most, or one row."""
     most = max(counts)
     if num_bytes(table) * most <= max_bytes:
         indices = [index for index, count in enumerate(counts) for _ in range(count)]
-        yield pa.table([_taken(column, indices) for column in table.columns], schema=table.schema)
+        yield taken(table, indices)
     elif len(counts) > 1:
         middle = len(counts) // 2
         yield from repeated(table.slice(0, middle), counts[:middle], max_bytes=max_bytes)

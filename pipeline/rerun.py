@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from pipeline import durable
 from pipeline.archive import RERUNS, Archive, Merge
-from pipeline.columns import OutputColumns
+from pipeline.columns import OutputColumns, taken
 from pipeline.ledger import FinishedPart
 from pipeline.reader import Reader
 from pipeline.types import Record, Shard, ShardRows
@@ -148,7 +148,7 @@ class Rerun:
         kept = list(old.values())
         path = Merge(rerun=self.folder.name, part=part, rows=len(places), sha256="").replaced(self.folder.parent)
         temporary = path.with_name(path.name + ".tmp")
-        table = columns.table(carried.take(places), [kept[place] for place in places])
+        table = columns.table(taken(carried, places), [kept[place] for place in places])
         PartWriter(OutputOptions(path=str(path.parent)), schema=table.schema).write(temporary, table)
         durable.rename(temporary, path)
 
@@ -181,7 +181,7 @@ class _SelectedReader:
         wanted = list(shards)
         sources = [self._sources[shard] for shard in wanted]
         for shard, (_, places), read in zip(wanted, sources, self._reader.read([source for source, _ in sources]), strict=True):
-            yield ShardRows(shard, read.table.take(list(places)), _renumbered(read.records, places))
+            yield ShardRows(shard, taken(read.table, places), _renumbered(read.records, places))
 
 
 def _part_of(shard: Shard, places: Sequence[int]) -> Shard:

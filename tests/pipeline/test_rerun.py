@@ -42,7 +42,7 @@ class Folder:
     def __init__(self, path: Path, source: Path, *, job: Any, rows_per_shard: int, output: dict[str, Any]) -> None:
         self.path = path
         self.job = job
-        self.input = InputOptions(format="jsonl", path=str(source), rows_per_shard=rows_per_shard)
+        self.input = InputOptions(format=source.suffix[1:], path=str(source), rows_per_shard=rows_per_shard)
         self.output = OutputOptions(path=str(path), **output)
 
     def run(self, engine: Any, **settings: Any) -> Any:
@@ -88,7 +88,7 @@ def table_of(path: Path) -> pa.Table:
 def finished(write_jsonl, text_job, scripted_engine, tmp_path: Path) -> Callable[..., Folder]:
     source = write_jsonl([{"id": i, "prompt": prompt} for i, prompt in enumerate(PROMPTS)])
 
-    def build(name: str = "out", *, rows_per_shard: int = 8, **output: Any) -> Folder:
+    def build(name: str = "out", *, source: Path = source, rows_per_shard: int = 8, **output: Any) -> Folder:
         folder = Folder(tmp_path / name, source, job=text_job(), rows_per_shard=rows_per_shard, output=output)
         folder.run(scripted_engine())
         return folder
@@ -113,6 +113,21 @@ def test_the_rows_that_match_are_replaced_and_no_other(finished, new_engine, kin
     kept = [row for part in sorted((folder.path / "_rerun-001" / "replaced").iterdir()) for row in table_of(part).to_pylist()]
     assert kept == [before[place] for place in CUT]
     assert check_parts(Archive.open(folder.path), num_chosen=0, seed=0).differences == []
+
+
+def test_columns_that_arrow_cannot_take_from_go_along(finished, new_engine, tmp_path: Path) -> None:
+    turns = [[{"role": "user", "content": str(i)}] for i in range(len(PROMPTS))]
+    carried = pa.table(
+        {"prompt": PROMPTS, "turns": pa.array(turns, pa.large_list(pa.struct({"role": pa.string_view(), "content": pa.string_view()})))}
+    )
+    with pa.OSFile(str(tmp_path / "in.arrow"), "wb") as sink, pa.ipc.new_file(sink, carried.schema) as writer:
+        writer.write_table(carried)
+    folder = finished(source=tmp_path / "in.arrow")
+    folder.rerun(new_engine(), "finish_reason=length")
+    parts = [table_of(path) for path in sorted(folder.path.glob("part-*"))]
+    assert pa.concat_tables(parts).select(carried.column_names).equals(carried)
+    replaced = sorted((folder.path / "_rerun-001" / "replaced").iterdir())
+    assert [row["turns"] for path in replaced for row in table_of(path).to_pylist()] == [turns[place] for place in CUT]
 
 
 def test_a_later_run_finds_everything_done(finished, new_engine) -> None:
