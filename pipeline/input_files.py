@@ -102,12 +102,24 @@ def find_files(path: str, *, suffixes: Sequence[str], output_path: str | None = 
         files = [InputFile(filesystem, place, place.rsplit("/", 1)[-1])] if single else _found(filesystem, place, suffixes=suffixes)
     except Exception as error:  # a store's library raises what it likes
         raise ValueError(f"input.path: {path!r} cannot be listed: {type(error).__name__}: {error}") from error
+    for file in files:
+        if not _is_text(file.path):
+            raise ValueError(f"input.path: the name of {file.path!r} is no UTF-8, so nothing could be said of its rows; rename it")
     if not files:
         endings = f" that ends in {', '.join(suffixes)}" if filesystem.isdir(place) else ""
         raise ValueError(f"input.path: {path!r} names no file{endings}")
     if output_path is not None and not single:
         files = list(_without_output(files, output_path, path=path))
     return sorted(files, key=lambda file: file.name)
+
+
+def _is_text(name: str) -> bool:
+    """Whether all of ``name`` was UTF-8: what was none is half of a surrogate pair in it."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _place(path: str) -> tuple[fsspec.AbstractFileSystem, str]:

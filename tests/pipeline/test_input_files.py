@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 import fsspec
@@ -27,6 +28,17 @@ def names(path: Path | str, **options: str) -> list[str]:
         with file.open() as stream:
             assert stream.read().decode().endswith(file.name), "it is the file of that name"
     return [file.name for file in files]
+
+
+def test_a_name_that_is_no_text_is_refused_and_shown(tree: Path) -> None:
+    path = os.fsencode(tree / "odd-") + b"\xff.jsonl"
+    with open(path, "w") as stream:
+        stream.write("odd")
+    for given in (tree, tree / "*.jsonl", os.fsdecode(path)):
+        with pytest.raises(ValueError, match=r"input\.path: the name of '.*odd-\\udcff\.jsonl' is no UTF-8.*rename it") as refused:
+            names(given)
+        str(refused.value).encode()
+    assert names(tree / "b*") == ["b.jsonl"]
 
 
 def test_files_folders_and_globs(tree: Path) -> None:
