@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="DIR", help="the output folder of a run")
-    parser.add_argument("numbers", metavar="rows=N seed=N", nargs="*", help="how many ok rows to compute again, and which (default 0)")
+    parser.add_argument("numbers", metavar="rows=N seed=N", nargs="*", default=[], help="ok rows to compute again, and which (default 0)")
     return parser
 
 

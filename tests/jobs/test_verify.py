@@ -239,3 +239,10 @@ def test_parts_of_every_format_read_alike(tmp_path: Path) -> None:
         assert read_part(tmp_path / name, ["row_key", "generation", "token_ids"]) == rows, name
         with pytest.raises(ValueError, match=f"{name}: cannot be read: .*nothing"):
             read_part(tmp_path / name, ["nothing"])
+
+
+def test_what_is_missing_is_told_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        verify.main([])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "pagemill verify: error: the following arguments are required: DIR"
