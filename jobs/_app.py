@@ -65,6 +65,10 @@ def read_run(overrides: list[str]) -> RunConfig:
     config = compose("config", overrides, kind=RunConfig)
     if not config.input.path:
         raise ValueError("input.path: is empty; name a file, a folder or a glob")
+    if config.output.path.startswith("memory://"):
+        raise ValueError(
+            f"output.path: {config.output.path} would be gone with this process; name a folder, or a store such as s3://BUCKET/FOLDER"
+        )
     asked = config.sampling.logprobs, config.sampling.prompt_logprobs, config.sampling.logprob_token_ids or None
     logprobs = config.output.logprobs or any(value is not None for value in asked)
     return replace(
@@ -123,9 +127,15 @@ def run_once(config: RunConfig) -> int:
     if summary.stopped == "max_error_rate":
         say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; what is finished stays")
         return TOO_MANY_FAILED
+    if summary.stopped == "max_tokens_total" and not summary.metrics.get("prompt_tokens"):
+        say(
+            f"max_tokens_total: {config.limits.max_tokens_total} is less than the next row may need; raise it, or lower sampling.max_tokens"
+        )
+        return REFUSED
     if summary.stopped is not None:
         again = "the same command with resume=auto" if config.resume == "force" else "the same command again"
-        say(f"stopped early ({summary.stopped}); run {again} to go on")
+        later = " and a later deadline" if summary.stopped == "deadline" and config.limits.is_dated else ""
+        say(f"stopped early ({summary.stopped}); run {again}{later} to go on")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
 

@@ -61,6 +61,11 @@ class Limits:
         if self.deadline is not None:
             parse_deadline(self.deadline, now=datetime.now().astimezone())
 
+    @property
+    def is_dated(self) -> bool:
+        """Whether the deadline is one moment, so that it does not come again."""
+        return self.deadline is not None and "-" in self.deadline
+
 
 NO_LIMITS = Limits()
 
@@ -151,7 +156,7 @@ def parse_deadline(text: str, *, now: datetime) -> datetime:
             f'deadline: {text!r} is no time; write a clock time ("06:30"), a date with a time ("2026-03-01T06:30") or a duration ("2h30m")'
         ) from None
     if moment <= now:
-        raise ValueError(f"deadline: {text} is over")
+        raise ValueError(f"deadline: {text} is over; write a later one, or null for none")
     return moment
 
 

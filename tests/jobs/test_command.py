@@ -242,6 +242,9 @@ class TestTinyModel:
         done = pagemill(*words, "max_rows=20")
         assert done.returncode == 75, done.stderr
         assert "stopped early (max_rows)" in done.stderr
+        done = pagemill(*words, "max_tokens_total=1")
+        assert done.returncode == 2, done.stderr
+        assert "max_tokens_total: 1 is less than the next row may need" in done.stderr
         with open("/dev/full", "w") as full:
             broken = subprocess.run(
                 [command, *words], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False

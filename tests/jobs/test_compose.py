@@ -16,6 +16,7 @@ from jobs._compose import _stem
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 
 REFUSED = [
+    ("output.path=memory://answers", "output.path: memory://answers would be gone with this process; name a folder"),
     ("engine.max_num_seq=3", "engine.max_num_seq: unknown key, did you mean max_num_seqs?"),
     ("+engine.speed=9", "engine.speed: unknown key"),
     ("++sampling.temprature=1", "sampling.temprature: unknown key, did you mean temperature?"),

@@ -35,6 +35,13 @@ def test_a_deadline_is_the_moment_that_its_words_name(text: str, moment: datetim
     assert parse_deadline(text, now=NOW) == moment.replace(tzinfo=NOW.tzinfo)
 
 
+@pytest.mark.parametrize(
+    ("text", "is_dated"), [("2999-03-01T06:30", True), ("06:30", False), ("2h30m", False), ("3600s", False), (None, False)]
+)
+def test_only_a_dated_deadline_never_comes_again(text: str | None, is_dated: bool) -> None:
+    assert Limits(deadline=text).is_dated == is_dated
+
+
 @pytest.mark.parametrize("text", ["", "soon", "25:00", "90", "2h30", "m", "2026-13-01", "06:30pm", "2025-01-01T00:00"])
 def test_a_deadline_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^deadline: "):
