@@ -23,7 +23,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("state", ["listening", "not yet"])
 def test_one_signal_asks_and_two_end(state: str, number: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", PROGRAM, state], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -38,3 +38,15 @@ def test_one_signal_asks_and_two_end(state: str, number: signal.Signals) -> None
     assert process.returncode == 75
     said = ["pagemill: stopping after this step; once more stops at once"] if state == "listening" else []
     assert errors.splitlines() == [*said, "pagemill: stopped; the same command goes on from there"]
+
+
+@pytest.mark.parametrize("state", ["listening", "not yet"])
+def test_nohup_is_obeyed(state: str) -> None:
+    words = ["nohup", sys.executable, "-c", PROGRAM, state]
+    with subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.kill()

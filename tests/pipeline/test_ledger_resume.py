@@ -157,6 +157,7 @@ def test_another_context_counts_where_a_row_met_its_end(run_job, write_jsonl, sc
     if met:
         with pytest.raises(ValueError, match=r"1 finished rows met the end of a context of 4000 tokens, and now it ends at 77"):
             run_job(path, engine=smaller)
+        assert smaller.closed
         assert run_job(path).num_resumed == 33
     else:
         run_job(path, engine=smaller)
