@@ -13,6 +13,7 @@ from jobs._app import compose
 from jobs._schema import RunConfig, from_json
 from pipeline import Limits
 from pipeline.archive import Archive
+from pipeline.records import RUN
 
 # What names the rows and shapes the files: another value would be another run.
 _FIXED = ("input", "output", "job", "name", "limit", "resume", "preset")
@@ -36,7 +37,7 @@ def recorded(archive: Archive, *, rerun: str = "") -> RunConfig:
     try:
         return from_json(RunConfig, {**config, **_NO_LIMITS})
     except ValueError as error:
-        raise ValueError(f"{folder / '_run.json'}: damaged, or of another version: {error}") from error
+        raise ValueError(f"{folder / RUN}: damaged, or of another version: {error}") from error
 
 
 def with_overrides(config: RunConfig, overrides: list[str]) -> RunConfig:

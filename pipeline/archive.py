@@ -15,10 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipeline import durable
-from pipeline.ledger import FinishedPart
+from pipeline.records import MANIFEST, RERUNS, RUN, SHARDS, FinishedPart
 from pipeline.types import Shard
 
-RERUNS = "_reruns.jsonl"
 _ROWLESS_FORMATS = ("openai_batch",)  # their lines hold no columns
 
 
@@ -65,19 +64,19 @@ class Archive:
         if "://" in str(path):
             raise ValueError(f"{path}: is behind a URL; copy the folder to this machine and name it there")
         folder = Path(path)
-        record = _run_record(folder / "_run.json")
+        record = _run_record(folder / RUN)
         lines: dict[int, list[FinishedPart]] = {}
-        for values in durable.read_lines(folder / "_manifest.jsonl"):
+        for values in durable.read_lines(folder / MANIFEST):
             line = FinishedPart.read(values)
             if line is None:
-                raise ValueError(f"{folder / '_manifest.jsonl'}: damaged: the line of part {values.get('part')} is not as it was written")
+                raise ValueError(f"{folder / MANIFEST}: damaged: the line of part {values.get('part')} is not as it was written")
             lines.setdefault(line.part, []).append(line)
-        shard_lines = durable.read_lines(folder / "_shards.jsonl")
+        shard_lines = durable.read_lines(folder / SHARDS)
         indices = [line.pop("part", None) for line in shard_lines]
-        shards = dict(zip(indices, _built(Shard, shard_lines, path=folder / "_shards.jsonl"), strict=True))
+        shards = dict(zip(indices, _built(Shard, shard_lines, path=folder / SHARDS), strict=True))
         unknown = sorted(set(lines) - set(shards))
         if unknown:
-            raise ValueError(f"{folder / '_shards.jsonl'}: damaged: it does not know part {unknown[0]}, which _manifest.jsonl has")
+            raise ValueError(f"{folder / SHARDS}: damaged: it does not know part {unknown[0]}, which {MANIFEST} has")
         return cls(
             folder=folder,
             config=record["config"],

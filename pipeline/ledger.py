@@ -8,74 +8,24 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pipeline import durable
 from pipeline.folder import OutputFolder
 from pipeline.provenance import RunRecord, read_record
+from pipeline.records import ERRORS, MANIFEST, RERUNS, RUN, SHARDS, FinishedPart, entry, error_line
 from pipeline.types import Part, Shard
 
 Resume = Literal["auto", "never", "force"]
 
-_RUN, _MANIFEST, _SHARDS, _ERRORS = "_run.json", "_manifest.jsonl", "_shards.jsonl", "errors.jsonl"
-_RECORDS = (_RUN, _MANIFEST, _SHARDS)
-_WRITTEN = (*_RECORDS, "_reruns.jsonl", _ERRORS, "metrics.json")
+_RECORDS = (RUN, MANIFEST, SHARDS)
+_WRITTEN = (*_RECORDS, RERUNS, ERRORS, "metrics.json")
 _PART = re.compile(r"part-(\d{5,})\.(?!tmp)[\w.]+(?<!\.tmp)")  # no folder in it, so a record cannot lead out of this one
 _MADE = re.compile(r"(part|errors)-\d{5,}\.[\w.]+")  # parts, finished or not, and what their writers put beside them
 _LOG = logging.getLogger(__name__)
-
-_Entry = TypeVar("_Entry", "FinishedPart", Shard)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedPart:
-    """One line of ``_manifest.jsonl``.
-
-    ``rows`` counts output rows. Of these ``errors`` failed, ``cut`` were ended by a length limit, and ``at_context`` met the
-    end of the engine's context, as prompts or as answers.
-    """
-
-    part: int
-    file: str
-    rows: int
-    errors: int
-    cut: int
-    at_context: int
-    first_row_id: str
-    last_row_id: str
-    sha256: str
-    bytes: int
-
-    @classmethod
-    def of(cls, part: int, path: Path, *, file: str, rows: Sequence[Mapping[str, Any]]) -> FinishedPart:
-        """The line for the part that lies whole at ``path`` and will be ``file``; ``rows`` are all its output rows' values."""
-        return cls(
-            part=part,
-            file=file,
-            rows=len(rows),
-            errors=sum(row["status"] == "error" for row in rows),
-            cut=sum(row["finish_reason"] == "length" for row in rows),
-            at_context=sum(row.get("stop_reason") == "context" or row.get("error_code") == "too_long" for row in rows),
-            first_row_id=rows[0]["row_id"],
-            last_row_id=rows[-1]["row_id"],
-            sha256=durable.file_digest(path),
-            bytes=path.stat().st_size,
-        )
-
-    def line(self) -> dict[str, Any]:
-        """The line's values, with a checksum of them under ``crc32``."""
-        values = asdict(self)
-        return values | {"crc32": _checksum(values)}
-
-    @classmethod
-    def read(cls, line: Mapping[str, Any]) -> FinishedPart | None:
-        """The inverse of ``line``; None where a value is not as it was written."""
-        values = {key: value for key, value in line.items() if key != "crc32"}
-        return _entry(cls, values) if line.get("crc32") == _checksum(values) else None
 
 
 class Ledger:
@@ -121,7 +71,7 @@ class Ledger:
     def refuse_other(self, record: RunRecord) -> None:
         """Raises ValueError where the folder holds answers that were made under other settings."""
         if self._goes_on:
-            record.refuse_other(self.folder.path / _RUN)
+            record.refuse_other(self.folder.path / RUN)
 
     def assign(self, shards: Sequence[Shard]) -> list[Part]:
         """A part for every shard, in their order: known shards keep theirs, new ones get the next numbers.
@@ -172,11 +122,11 @@ class Ledger:
         waiting = self.folder.waiting([line.file for line in self.finished.values()])
         self.folder.deliver(_RECORDS, parts=[file for name in waiting for file in self._files_of(name)])
         if max_model_len is not None:
-            record.write(self.folder.path / _RUN, max_model_len=max_model_len)
-        self._rewrite(_MANIFEST, (part.line() for part in self.finished.values()))
-        self._rewrite(_SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
-        errors, _ = durable.readable_lines(self.folder.path / _ERRORS)
-        self._rewrite(_ERRORS, (error for error in errors if error.get("part") in list(self.finished)))
+            record.write(self.folder.path / RUN, max_model_len=max_model_len)
+        self._rewrite(MANIFEST, (part.line() for part in self.finished.values()))
+        self._rewrite(SHARDS, ({"part": index, **asdict(shard)} for index, shard in sorted(self._shards.items())))
+        errors, _ = durable.readable_lines(self.folder.path / ERRORS)
+        self._rewrite(ERRORS, (error for error in errors if error.get("part") in list(self.finished)))
         done = {self.working_part(index) for index in self.finished}
         left = (path for pattern in ("part-*.*.tmp", "part-*.new") for path in self.folder.path.glob(pattern))
         stale = [*(path for path in left if _MADE.fullmatch(path.name)), *(done & set(self._working_parts()))]
@@ -195,18 +145,17 @@ class Ledger:
         write(temporary)
         failed = [row for row in rows if row["status"] == "error"]
         finished = FinishedPart.of(part.index, temporary, file=name, rows=rows)
-        keys = ("row_key", "row_id", "error_code", "error_message")
         if failed:
-            durable.append_lines(self.folder.path / _ERRORS, ({"part": part.index} | {key: row[key] for key in keys} for row in failed))
-        durable.append_lines(self.folder.path / _MANIFEST, [finished.line()])
+            durable.append_lines(self.folder.path / ERRORS, (error_line(part.index, row) for row in failed))
+        durable.append_lines(self.folder.path / MANIFEST, [finished.line()])
         durable.rename(temporary, self.folder.path / name)
         self.working_part(part.index).unlink(missing_ok=True)
-        self.folder.deliver([_MANIFEST, _ERRORS] if failed else [_MANIFEST], parts=self._files_of(name))
+        self.folder.deliver([MANIFEST, ERRORS] if failed else [MANIFEST], parts=self._files_of(name))
         self.finished[part.index] = finished
         return finished
 
     def _refuse_other_context(self, max_model_len: int) -> None:
-        before = read_record(self.folder.path / _RUN).get("max_model_len")
+        before = read_record(self.folder.path / RUN).get("max_model_len")
         met = sum(part.at_context for part in self.finished.values())
         if met and before != max_model_len:
             raise ValueError(
@@ -216,7 +165,7 @@ class Ledger:
 
     def _fetch(self) -> None:
         parts = [name for name in self.folder.names() if _PART.fullmatch(name)]
-        self.folder.fetch([*_RECORDS, _ERRORS], waiting=bool(self.folder.waiting(parts)))
+        self.folder.fetch([*_RECORDS, ERRORS], waiting=bool(self.folder.waiting(parts)))
 
     def _refuse_foreign(self) -> None:
         there = self.folder.names()
@@ -229,26 +178,26 @@ class Ledger:
             raise ValueError(f"output.path: the folder {self.folder.name!r} is not empty and resume=never; choose another")
 
     def _read_shards(self) -> None:
-        for line in durable.read_lines(self.folder.path / _SHARDS):
+        for line in durable.read_lines(self.folder.path / SHARDS):
             index = line.pop("part", None)
-            shard = _entry(Shard, line)
+            shard = entry(Shard, line)
             if shard is None or not isinstance(index, int):
                 raise ValueError(
-                    f"output.path: a line of {_SHARDS} has other keys than it should; restore it, or use resume=force to start over"
+                    f"output.path: a line of {SHARDS} has other keys than it should; restore it, or use resume=force to start over"
                 )
             self._shards[index] = shard
 
     def _read_manifest(self) -> None:
         """Find out which parts are finished; those that no line vouches for are damaged."""
         there = self.folder.names()
-        values, _ = durable.readable_lines(self.folder.path / _MANIFEST)
+        values, _ = durable.readable_lines(self.folder.path / MANIFEST)
         lines = [line for value in values if (line := FinishedPart.read(value)) is not None]
         for line in lines:
             if not _is_named(line):
                 continue
             if line.part not in self._shards:
                 raise ValueError(
-                    f"output.path: {_SHARDS} in {self.folder.name!r} does not know part {line.part}, which {_MANIFEST} has; "
+                    f"output.path: {SHARDS} in {self.folder.name!r} does not know part {line.part}, which {MANIFEST} has; "
                     "restore it, or use resume=force to start over"
                 )
             if self.folder.holds(line.file, num_bytes=line.bytes, sha256=line.sha256):
@@ -260,7 +209,7 @@ class Ledger:
         self._damaged = sorted(name for name in there - known if _PART.fullmatch(name))
         if self._damaged and not lines:
             raise ValueError(
-                f"output.path: {self.folder.name!r} holds {self._damaged[0]}, which its {_MANIFEST} does not know; "
+                f"output.path: {self.folder.name!r} holds {self._damaged[0]}, which its {MANIFEST} does not know; "
                 "restore it, use another output.path, or resume=force to start over"
             )
 
@@ -290,21 +239,9 @@ class Ledger:
         durable.sync_folder(self.folder.path)
 
 
-def _entry(kind: type[_Entry], values: Mapping[str, Any]) -> _Entry | None:
-    """``values`` as a ``kind``; None where keys or types are others."""
-    types = {field.name: {"int": int, "str": str}[str(field.type)] for field in fields(kind)}
-    if values.keys() != types.keys() or any(type(values[name]) is not types[name] for name in types):
-        return None
-    return kind(**values)
-
-
 def _is_named(line: FinishedPart) -> bool:
     match = _PART.fullmatch(line.file)
     return match is not None and int(match[1]) == line.part
-
-
-def _checksum(values: Mapping[str, Any]) -> int:
-    return zlib.crc32(durable.json_line(values).encode())
 
 
 def _temporary(name: str) -> str:

@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 
 from pipeline import durable
-from pipeline.archive import RERUNS, Archive, Merge
+from pipeline.archive import Archive, Merge
 from pipeline.columns import OutputColumns, taken
-from pipeline.ledger import FinishedPart
 from pipeline.reader import Reader
+from pipeline.records import ERROR_KEYS, ERRORS, MANIFEST, RERUNS, FinishedPart, error_line
 from pipeline.types import Record, Shard, ShardRows
 from pipeline.writer import OutputOptions, PartWriter
 
@@ -159,7 +159,7 @@ class Rerun:
         line = FinishedPart.of(part, temporary, file=final.name, rows=rows)
         merge = Merge(rerun=self.folder.name, part=part, rows=len(self.rows[part]), sha256=line.sha256)
         durable.append_lines(archive.folder / RERUNS, [asdict(merge)])
-        durable.append_lines(archive.folder / "_manifest.jsonl", [line.line()])
+        durable.append_lines(archive.folder / MANIFEST, [line.line()])
         durable.rename(temporary, final)
 
 
@@ -208,16 +208,15 @@ def _by_row(rows: Rows) -> dict[str, Rows]:
 def _settle(archive: Archive, parts: Iterable[int]) -> None:
     """Write errors.jsonl anew for ``parts``, and leave each part the one line of the manifest that it agrees with."""
     now = Archive.open(archive.folder)
-    errors = [line for line in durable.read_lines(now.folder / "errors.jsonl") if line["part"] not in set(parts)]
-    keys = ("row_key", "row_id", "error_code", "error_message")
+    errors = [line for line in durable.read_lines(now.folder / ERRORS) if line["part"] not in set(parts)]
     for part in parts:
-        failed = (row for row in now.rows(part, [*keys, "status"]) if row["status"] == "error")
-        errors += ({"part": part} | {key: row[key] for key in keys} for row in failed)
+        failed = (row for row in now.rows(part, [*ERROR_KEYS, "status"]) if row["status"] == "error")
+        errors += (error_line(part, row) for row in failed)
     if errors:
-        durable.replace_text(now.folder / "errors.jsonl", "".join(map(durable.json_line, errors)))
+        durable.replace_text(now.folder / ERRORS, "".join(map(durable.json_line, errors)))
     else:
-        (now.folder / "errors.jsonl").unlink(missing_ok=True)
-    durable.replace_text(now.folder / "_manifest.jsonl", "".join(durable.json_line(line.line()) for line in now.parts.values()))
+        (now.folder / ERRORS).unlink(missing_ok=True)
+    durable.replace_text(now.folder / MANIFEST, "".join(durable.json_line(line.line()) for line in now.parts.values()))
 
 
 def _number(folder: Path) -> int:

@@ -18,12 +18,12 @@ from engine import Completion
 from pipeline import durable
 from pipeline.archive import Archive
 from pipeline.job import Job
-from pipeline.ledger import FinishedPart
 from pipeline.reader import Reader
+from pipeline.records import ERROR_KEYS, ERRORS, FinishedPart
 from pipeline.runner import Engine
 from pipeline.types import RowError, Shard
 
-_ROW = ("row_key", "row_id", "sample_index", "status", "finish_reason", "error_code", "error_message")
+_ROW = (*ERROR_KEYS, "sample_index", "status", "finish_reason")
 # What a job computes from log probabilities may differ in its last digits between two runs (see the contract's columns).
 _TOLERANCE = 1e-3
 
@@ -139,7 +139,7 @@ def _has(archive: Archive, column: str) -> bool:
 
 def _errors_by_part(archive: Archive) -> dict[int, list[Mapping[str, Any]]]:
     errors: dict[int, list[Mapping[str, Any]]] = {}
-    for line in durable.read_lines(archive.folder / "errors.jsonl"):
+    for line in durable.read_lines(archive.folder / ERRORS):
         part = line.get("part")
         errors.setdefault(part if isinstance(part, int) else -1, []).append(line)
     return errors
@@ -177,8 +177,7 @@ def _row_differences(
         indices = [row["sample_index"] for row in samples]
         if indices != list(range(len(indices))):
             yield f"the samples of {key} are numbered {indices}"
-    keys_of_error = ("row_key", "row_id", "error_code", "error_message")
-    in_part, in_file = ({tuple(row.get(key) for key in keys_of_error) for row in some} for some in (failed, errors))
+    in_part, in_file = ({tuple(row.get(key) for key in ERROR_KEYS) for row in some} for some in (failed, errors))
     if in_part != in_file:
         first = min(in_part ^ in_file, key=str)
         yield f"its error rows are not those of errors.jsonl: {first[0]} is in one of them only, or with other words"

@@ -15,7 +15,7 @@ import pytest
 
 from jobs import _app, verify
 from pipeline.archive import read_part
-from pipeline.ledger import FinishedPart
+from pipeline.records import FinishedPart
 
 Verified = Callable[..., tuple[int, str]]
 
