@@ -37,6 +37,7 @@ _SERVED_VALUES: dict[str, list[Any]] = {
     "tool_choice": ["auto", "none"],
 }
 _SAMPLING = {field.name for field in fields(SamplingParams)} - {"logprobs"}
+_COLUMNS = ("id", "model", "messages", "tools", "response_format", "sampling_params")  # also where every row is an error row
 _LOG = logging.getLogger(__name__)
 
 
@@ -56,7 +57,7 @@ class _Requests:
         self.models: set[str] = set()
 
     def __call__(self, line: dict[str, Any]) -> Mapped:
-        values: dict[str, Any] = {"id": line.get("custom_id")}
+        values: dict[str, Any] = dict.fromkeys(_COLUMNS) | {"id": line.get("custom_id")}
         try:
             body = _body(line)
             model = body.pop("model", None)

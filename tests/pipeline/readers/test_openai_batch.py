@@ -122,3 +122,12 @@ def test_a_published_example(records) -> None:
     assert [record.error for record in found] == [None, None]
     assert [record.columns["id"] for record in found] == ["request-1", "request-2"]
     assert json.loads(found[0].columns["sampling_params"]) == {"max_tokens": 1000}
+
+
+def test_where_every_line_is_refused_each_says_why(run_job, read_parts, write_jsonl, text_job) -> None:
+    lines = [line(stream=True), line(stream_options={}), line() | {"url": "/v1/embeddings"}, line() | {"body": "hi"}]
+    run_job(write_jsonl(lines), job=text_job(chat=True), input={"format": "openai_batch"})
+    table = read_parts()
+    assert table["error_code"].to_pylist() == ["bad_params", "bad_params", "bad_row", "bad_row"]
+    told = table["error_message"].to_pylist()
+    assert all(name in message for name, message in zip(["stream", "stream_options", "/v1/embeddings", "body"], told, strict=True))
