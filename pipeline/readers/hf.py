@@ -91,7 +91,12 @@ def _open(split: _Split) -> Iterator[_Streamed]:
     from datasets.exceptions import DatasetsError
 
     try:
-        yield _Streamed(split.load())
+        rows = _Streamed(split.load())
+    except Exception as error:  # the library's own way of failing is any, such as an IndexError where there is no row
+        kind = "" if isinstance(error, ValueError) else f"cannot be loaded: {type(error).__name__}: "
+        raise ValueError(f"input.path: {split}: {kind}{error}") from error
+    try:
+        yield rows
     except (OSError, ValueError, pa.ArrowException, DatasetsError) as error:
         raise ValueError(f"input.path: {split}: {error}") from error
 

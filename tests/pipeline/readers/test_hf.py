@@ -91,3 +91,11 @@ def test_appended_rows_begin_a_shard_of_their_own(splits: Path) -> None:
     second = opened(f"{splits}::test", known=first.shards)
     assert [shard.num_rows for shard in second.shards] == [3, 2]
     assert second.shards[0] == first.shards[0]
+
+
+def test_what_has_no_row_is_refused(tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"prompt": []}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "in.jsonl").touch()
+    for name in ("saved", "in.jsonl"):
+        with pytest.raises(ValueError, match=rf"^input\.path: {tmp_path}/{name}"):
+            opened(tmp_path / name)
