@@ -14,8 +14,9 @@ from engine import Engine, Tokenizer
 from jobs._app import OK, ROWS_FAILED, guarded, make_job
 from jobs._provenance import dtype_name
 from jobs._record import recorded
-from jobs._schema import RunConfig
+from jobs._schema import RunConfig, absolute
 from pipeline.archive import Archive
+from pipeline.folder import at_hand
 from pipeline.reader import open_reader
 from pipeline.verify import Chosen, check_parts, check_rows
 
@@ -38,7 +39,7 @@ def main(words: list[str]) -> int:
         if key not in numbers or not number.isascii() or not number.isdigit():
             parser.error(f"{word}: neither rows=N nor seed=N")
         numbers[key] = int(number)
-    return guarded(lambda: _verify(options.folder, num_rows=numbers["rows"], seed=numbers["seed"]))
+    return guarded(lambda: _read(options.folder, num_rows=numbers["rows"], seed=numbers["seed"]))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -50,13 +51,17 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="DIR", help="the output folder of a run")
+    parser.add_argument("folder", metavar="DIR", help="the output folder of a run, or its URL")
     parser.add_argument("numbers", metavar="rows=N seed=N", nargs="*", default=[], help="ok rows to compute again, and which (default 0)")
     return parser
 
 
-def _verify(folder: str, *, num_rows: int, seed: int) -> int:
-    archive = Archive.open(folder)
+def _read(folder: str, *, num_rows: int, seed: int) -> int:
+    with at_hand(folder) as path:
+        return _verify(Archive.open(path), place=absolute(folder), num_rows=num_rows, seed=seed)
+
+
+def _verify(archive: Archive, *, place: str, num_rows: int, seed: int) -> int:
     found = check_parts(archive, num_chosen=num_rows, seed=seed)
     num_differences = len(found.differences)
     for line in found.differences:
@@ -68,7 +73,7 @@ def _verify(folder: str, *, num_rows: int, seed: int) -> int:
         print("the rows of this format cannot be read back: only the files were checked")
     if found.chosen:
         print(f"rows that are computed again, one at a time: {len(found.chosen):,} (seed={seed})", file=sys.stderr)
-        for line in _differing_rows(archive, found.chosen):
+        for line in _differing_rows(archive, found.chosen, place=place):
             print(line)
             num_differences += 1
         if num_differences > len(found.differences) and (note := _note(recorded(archive))):
@@ -77,13 +82,13 @@ def _verify(folder: str, *, num_rows: int, seed: int) -> int:
     return OK if num_differences == 0 else ROWS_FAILED
 
 
-def _differing_rows(archive: Archive, chosen: Sequence[Chosen]) -> Iterator[str]:
+def _differing_rows(archive: Archive, chosen: Sequence[Chosen], *, place: str) -> Iterator[str]:
     """The differences of all chosen rows, each computed under the settings that its answer has."""
     by_settings: dict[str, list[Chosen]] = {}
     for one in chosen:
         by_settings.setdefault(archive.settings_of(one.part, [one.row_key])[one.row_key], []).append(one)
     for rerun, rows in sorted(by_settings.items()):
-        yield from _compared(archive, rows, config=recorded(archive, rerun=rerun))
+        yield from _compared(archive, rows, config=recorded(archive, rerun=rerun), place=place)
 
 
 def _note(config: RunConfig) -> str | None:
@@ -97,13 +102,12 @@ def _note(config: RunConfig) -> str | None:
     )
 
 
-def _compared(archive: Archive, chosen: Sequence[Chosen], *, config: RunConfig) -> Iterator[str]:
+def _compared(archive: Archive, chosen: Sequence[Chosen], *, config: RunConfig, place: str) -> Iterator[str]:
+    """The differences of ``chosen``, whose settings are ``config``; ``place`` is the answers' folder, which is no input."""
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
     known = list(archive.shards.values())
-    reader = open_reader(
-        config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=str(archive.folder.absolute())
-    )
+    reader = open_reader(config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=place)
     job.check(reader.schema)
     alone = replace(config.kv_cache, prefix_cache=False)  # no row may rest on what another one left
     engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=alone, tokenizer=tokenizer)

@@ -61,8 +61,6 @@ class Archive:
         Raises:
             ValueError: there is no run there, or its record is damaged; the message names the file.
         """
-        if "://" in str(path):
-            raise ValueError(f"{path}: is behind a URL; copy the folder to this machine and name it there")
         folder = Path(path)
         record = _run_record(folder / RUN)
         lines: dict[int, list[FinishedPart]] = {}

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import fsspec
 
@@ -191,6 +192,28 @@ def held(path: str, *, scratch: str | None = None) -> Iterator[OutputFolder]:
         local = Path(scratch).expanduser() if scratch is not None else _scratch(path)
         with locked(local, key="output.scratch"):
             yield RemoteFolder(local, url=path)
+
+
+@contextmanager
+def at_hand(path: str) -> Iterator[Path]:
+    """The folder ``path`` to read in: itself where it is on this machine, else a copy that is gone when the block ends.
+
+    Raises:
+        ValueError: the URL cannot be reached, or there is no room for the copy.
+    """
+    if "://" not in path:
+        yield Path(path)
+        return
+    copies = cache_root() / "copies"
+    copies.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=copies) as copy:
+        try:
+            files, root = fsspec.core.url_to_fs(path)
+            files.invalidate_cache()
+            files.get(root.rstrip("/") + "/", copy, recursive=True)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be reached or copied: {error}") from error
+        yield Path(copy)
 
 
 def _scratch(url: str) -> Path:

@@ -125,6 +125,8 @@ def test_a_rerun_that_makes_no_sense_is_refused_and_changes_nothing(answered, tm
         assert rerun.main([str(tmp_path / "out"), *more]) == 2
         assert capsys.readouterr().err.startswith(f"pagemill: {message}")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == before
+    assert rerun.main(["s3://bucket/out", "--where", "status=ok"]) == 2
+    assert "s3://bucket/out: is behind a URL; copy the folder to this machine" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -46,6 +46,10 @@ def test_the_command_reads_from_a_store_and_writes_into_it(
     parts = {path.name: path.read_bytes() for path in (tmp_path / "whole").glob("part-*")}
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").glob("part-*")} == parts
     assert len(parts) == -(-NUM_ROWS // 8)
+    verify = [command, "verify", f"{there}/out", "rows=3"]
+    checked = subprocess.run(verify, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stdout.splitlines()[-1]) == (0, "all equal"), checked.stderr
+    assert not list((tmp_path / "cache" / "copies").iterdir())
     code, said = run(f"{there}/in.jsonl", f"{there}/out")
     assert code == 3
     assert f"{NUM_ROWS} rows ({NUM_ROWS} of them from an earlier run)" in said

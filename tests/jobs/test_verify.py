@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -239,6 +240,32 @@ def test_parts_of_every_format_read_alike(tmp_path: Path) -> None:
         assert read_part(tmp_path / name, ["row_key", "generation", "token_ids"]) == rows, name
         with pytest.raises(ValueError, match=f"{name}: cannot be read: .*nothing"):
             read_part(tmp_path / name, ["nothing"])
+
+
+@pytest.fixture
+def uploaded(out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The run's output behind a URL."""
+    monkeypatch.setenv("PAGEMILL_CACHE", str(tmp_path / "cache"))
+    store = fsspec.filesystem("memory")
+    store.put(f"{out}/", "/answers/out/", recursive=True)
+    yield "memory://answers/out"
+    store.rm("/answers", recursive=True)
+
+
+def test_a_folder_behind_a_url_is_checked_like_one_here(uploaded: str, out: Path, verified: Verified, tmp_path: Path) -> None:
+    assert verified(uploaded, "rows=2") == verified(out, "rows=2")
+    part = fsspec.filesystem("memory").cat_file("/answers/out/part-00001.arrow")
+    fsspec.filesystem("memory").pipe_file("/answers/out/part-00001.arrow", part[:-1])
+    code, said = verified(uploaded)
+    assert (code, "part-00001.arrow: its sha256 is" in said) == (3, True)
+    assert not list((tmp_path / "cache" / "copies").iterdir()), "the copy is gone"
+
+
+@pytest.mark.parametrize("url", ["memory://bucket/nothing", "nowhere://x/y"])
+def test_a_url_that_leads_nowhere_is_refused(verified: Verified, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEMILL_CACHE", str(tmp_path / "cache"))
+    code, said = verified(url)
+    assert (code, url in said) == (2, True)
 
 
 def test_what_is_missing_is_told_alone(capsys: pytest.CaptureFixture[str]) -> None:
