@@ -42,11 +42,12 @@ def wide_model(tiny_model, tmp_path_factory) -> str:
     return str(folder)
 
 
-def engine(path: str, *, attention: str = "auto", dtype: str = "bfloat16", weights: str = "native", **settings) -> Engine:
+def engine(path: str, *, attention: str = "auto", dtype: str = "bfloat16", weights: str = "native", pool=(64, 16), **settings) -> Engine:
+    """``pool`` is the number of blocks and their size."""
     return Engine.from_config(
         model=ModelConfig(path=path, dtype=dtype, weights=weights),
         engine=EngineConfig(device="cpu", attention=attention, max_num_seqs=4, max_num_batched_tokens=32, **settings),
-        kv_cache=KVCacheConfig(num_blocks=64),
+        kv_cache=KVCacheConfig(num_blocks=pool[0], block_size=pool[1]),
     )
 
 
@@ -132,3 +133,24 @@ def test_weights_in_8_bits_are_near_and_refused_where_torch_runs(wide_model, tin
         engine(wide_model, weights="int8", attention="sdpa")
     with pytest.raises(ValueError, match=r"model\.weights: 'int4' is not one of native, int8"):
         ModelConfig(path=wide_model, weights="int4")
+
+
+@pytest.mark.parametrize("weights", ["native", "int8"])
+def test_bits_do_not_depend_on_blocks_or_memory(wide_model, weights):
+    shared = list(range(100, 150))
+    asked = [
+        Request(id=i, prompt_token_ids=[*shared[: 10 * i], *range(60 + i)], sampling=SamplingParams(max_tokens=30, ignore_eos=True, n=n))
+        for i, n in enumerate((1, 2, 1, 3, 1, 2))
+    ]
+
+    def answers(made: Engine) -> dict:
+        return {(done.request_id, done.sample_index): (done.token_ids, done.logprobs) for done in made.generate(asked)}
+
+    usual = answers(engine(wide_model, attention="cpu", weights=weights))
+    assert len(usual) == 10
+    num_preemptions = 0
+    for pool in ((12, 16), (24, 16), (7, 32), (64, 32), (5, 48), (5, 64), (12, 64), (4, 128)):
+        other = engine(wide_model, attention="cpu", weights=weights, pool=pool)
+        assert answers(other) == usual, pool
+        num_preemptions += other.stats.num_preemptions
+    assert num_preemptions > 0
