@@ -5,6 +5,7 @@ Knows how one finished or failed row becomes values, and how a shard's rows beco
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -59,13 +60,13 @@ class OutputColumns:
 
     def __init__(self, carried: pa.Schema, *, fields: Sequence[pa.Field], prefix: str, token_ids: bool, logprobs: bool) -> None:
         """Raises ValueError where an added column would have the name of an input column, or two input columns share one."""
-        twice = sorted({name for name in carried.names if carried.names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(carried.names).items() if count > 1)
         if twice:
             raise ValueError(f"input.path: the input has two columns of the name {twice[0]!r}; give every column a name of its own")
         self.token_ids = token_ids
         self.added = pa.schema([*_SHARED, *(_TOKEN_IDS if token_ids else ()), *(_LOGPROBS if logprobs else ()), *fields])
         self._prefix = prefix
-        clashes = [field.name for field in self.added if prefix + field.name in carried.names]
+        clashes = [field.name for field in self.added if carried.get_field_index(prefix + field.name) >= 0]
         if clashes:
             listed = ", ".join(repr(prefix + name) for name in clashes)
             raise ValueError(

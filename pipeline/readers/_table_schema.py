@@ -7,6 +7,7 @@ and lists are joined at every depth. A column that a file lacks is null in its r
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ def chosen(schema: pa.Schema, *, file: str, columns: Sequence[str] | None) -> pa
         ValueError: a column is there twice, or has a NUL in its name; the message names the file.
     """
     names = schema.names
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(names).items() if count > 1)
     if twice:
         raise ValueError(f"{file}: the column {twice[0]!r} is there twice; give every column a name of its own")
     if any("\0" in name for name in names):
