@@ -20,12 +20,13 @@ COMPANION = None
 
 
 def check(schema: pa.Schema, *, options: OutputOptions) -> None:
-    """See ``pipeline.writer.Format``: every column is written to memory, with one null, and read back."""
-    for field in schema:
-        problem = _problem(field)
+    """See ``pipeline.writer.Format``: a null of every type is written to memory and read back."""
+    for kind in dict.fromkeys(schema.types):
+        problem = _problem(kind)
         if problem is not None:
+            name = next(field.name for field in schema if field.type == kind)
             raise ValueError(
-                f"output.format: Parquet {problem}, the type of the column {field.name!r}; "
+                f"output.format: Parquet {problem}, the type of the column {name!r}; "
                 "take output=arrow, or leave the column out with input.columns"
             )
 
@@ -37,14 +38,14 @@ def write(path: Path, batches: Iterable[pa.RecordBatch], *, schema: pa.Schema, c
             writer.write_batch(batch)
 
 
-def _problem(field: pa.Field) -> str | None:
-    """What keeps ``field``'s type out of Parquet, or None."""
-    if pa.types.is_nested(field.type) and re.search("(string|binary)_view", str(field.type)):
-        return f"cannot hold {field.type}"  # whether it can depends on where a batch is cut
+def _problem(kind: pa.DataType) -> str | None:
+    """What keeps ``kind`` out of Parquet, or None."""
+    if pa.types.is_nested(kind) and re.search("(string|binary)_view", str(kind)):
+        return f"cannot hold {kind}"  # whether it can depends on where a batch is cut
     sink = pa.BufferOutputStream()
     try:
-        pq.write_table(pa.table([pa.nulls(1, field.type)], names=[field.name]), sink)
+        pq.write_table(pa.table([pa.nulls(1, kind)], names=["column"]), sink)
         came_back = pq.read_table(pa.BufferReader(sink.getvalue())).schema.field(0).type
     except (pa.ArrowException, OSError):
-        return f"cannot hold {field.type}"
-    return None if came_back == field.type else f"gives {came_back} back for {field.type}"
+        return f"cannot hold {kind}"
+    return None if came_back == kind else f"gives {came_back} back for {kind}"
