@@ -145,8 +145,8 @@ def _shards(batches: _Batches, *, source: Source, asked: Scan, limit: int | None
         if not rows:
             return
         num_rows = sum(batch.num_rows for batch in rows)
-        joined(rows, file=str(source))  # or refuse it before anything is computed
         digest = _values.digest(rows)
+        joined(rows, file=str(source))  # or refuse it before anything is computed
         yield Shard(file=source.name, first_row=first, num_rows=num_rows, start=first, stop=first + num_rows, first_line=0, digest=digest)
         first += num_rows
 

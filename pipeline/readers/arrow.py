@@ -48,6 +48,7 @@ class _ArrowTable:
         with self._reader(columns) as reader:
             batches = (reader.get_batch(index) for index in range(reader.num_record_batches)) if self._is_file else reader
             for batch in batches:
+                batch.validate()  # a damaged one may point outside its file, which would end the process
                 skip = max(0, first_row - row)
                 row += batch.num_rows
                 if skip < batch.num_rows:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -93,3 +95,32 @@ def test_a_file_that_is_no_arrow_is_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "in.arrow").write_bytes(data)
     with pytest.raises(ValueError, match=r"in\.arrow: cannot be read as Arrow IPC"):
         opened(tmp_path / "in.arrow")
+
+
+FLIPS = """
+import sys
+from pathlib import Path
+from pipeline.reader import InputOptions, open_reader
+data = Path(sys.argv[1]).read_bytes()
+num_refused = 0
+for place in range(0, len(data), 5):
+    path = Path(sys.argv[1]).with_name(f"{place}.arrow")
+    path.write_bytes(data[:place] + bytes([data[place] ^ 0x44]) + data[place + 1 :])
+    try:
+        reader = open_reader(InputOptions(format="arrow", path=str(path)), prompt_columns=["prompt"], limit=None)
+        for rows in reader.read(reader.shards):
+            list(rows.records)
+    except ValueError as error:
+        assert str(path) in str(error) or "input.path" in str(error), error
+        num_refused += 1
+print(num_refused)
+"""
+
+
+def test_a_flipped_bit_never_ends_the_process(tmp_path: Path) -> None:
+    words = pa.array(["x", "y"] * 20).dictionary_encode()
+    texts, lists = [f"p{i}" * (i % 5) for i in range(40)], [["a"] * (i % 3) for i in range(40)]
+    path = written(tmp_path / "in.arrow", pa.table({"prompt": texts, "lists": lists, "words": words}), batch=16)
+    done = subprocess.run([sys.executable, "-c", FLIPS, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 100
