@@ -1,6 +1,6 @@
 """What the host side of a step costs: scheduler, block manager and batch building around a model that computes nothing.
 
-    python tests/bench/host.py [--waiting 8192] [--running 256] [--steps 400] [--shared 1300 --rows-per-prefix 3] [--profile]
+    python tests/bench/scheduler.py [--waiting 8192] [--running 256] [--steps 400] [--shared 1300 --rows-per-prefix 3] [--profile]
 
 The workload has the shape of a real one: a 20-token system prompt, about 75 tokens of question, 8 to 168 tokens of answer.
 Requests come in as the loop pulls them, so many a step, until the queue is full.
