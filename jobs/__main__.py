@@ -18,11 +18,12 @@ VERBS = {
     "plan": "what a run would come to: rows, exact tokens, memory, rows that do not fit; loads no weights",
     "verify": "check the answers in a folder: checksums, rows, and with rows=N the answers of N rows again",
     "rerun": "answer some rows of a finished run again, under other settings, and put them in their places",
-    "bench": "measure throughput and memory on this machine: one JSON line and a table",
+    "bench": "measure speed and memory on this machine, for every combination of settings: JSON lines and a table",
 }
 # These read a folder instead of a configuration, and each has an argument parser of its own.
 _OF_A_FOLDER = {"verify": "jobs.verify", "rerun": "jobs.rerun"}
 _HOME = {"run": "jobs._app", "plan": "jobs.plan", "bench": "jobs.bench"}
+_SWEEP = {"run": "jobs._sweep", "bench": "jobs.bench"}  # -m; bench sweeps without it too
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,10 +44,10 @@ def main(argv: list[str] | None = None) -> int:
         tell(_help.keys(words[0], what=VERBS[words[0]]) if named else _help.overview(VERBS))
         return 0
     verb = words[0] if named else "run"
-    if options.multirun and verb != "run":
-        say(f"-m: only runs are swept, not {verb}")
+    if options.multirun and verb not in _SWEEP:
+        say(f"-m: only {' and '.join(_SWEEP)} sweep over values, not {verb}")
         return 2
-    home = importlib.import_module("jobs._sweep" if options.multirun else _HOME[verb])
+    home = importlib.import_module((_SWEEP if options.multirun else _HOME)[verb])
     code: int = home.main(words[1:] if named else words, show=options.cfg is not None)
     return code
 

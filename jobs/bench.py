@@ -1,164 +1,183 @@
-"""`pagemill bench`: how fast this machine answers a workload; one JSON line on stdout, a table on stderr.
+"""`pagemill bench`: how fast this machine answers a workload, for every combination of the settings that commas part.
 
-A workload is a file of rows or a synthetic one with a shared prefix. Nothing is written.
+Starts a fresh process for each run, so that load time, memory and caches are that run's own; what a run measures is
+jobs._bench.point's. A JSON line for each point goes to stdout and the table to stderr; with ``bench.output`` the lines are
+appended to that file, and the table goes to stdout.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import platform
-import random
+import signal
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
 
-from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams, Tokenizer
-from jobs._app import OK, compose, guarded, make_job
-from jobs._provenance import dtype_name
-from jobs._schema import JobOptions, absolute, as_yaml
-from jobs._terminal import tell
-from pipeline import InputOptions, PromptOptions
-from pipeline.reader import open_reader
-from pipeline.report import peak_rss_bytes, process_seconds
+from jobs._app import FAULT, OK, REFUSED, ROWS_FAILED, compose, guarded
+from jobs._bench.point import BenchConfig
+from jobs._bench.table import table
+from jobs._bench.workload import Workload
+from jobs._compose import points
+from jobs._schema import absolute, as_yaml
+from jobs._signals import INTERRUPTED, Stop
+from jobs._terminal import say, tell
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """A synthetic workload: ``rows`` prompts of ``prompt_tokens`` random tokens, the first ``shared_tokens`` equal in all,
-    each answered with exactly ``max_tokens`` tokens."""
-
-    rows: int
-    prompt_tokens: int
-    shared_tokens: int
-    max_tokens: int
-
-    def __post_init__(self) -> None:
-        for key in ("rows", "max_tokens"):
-            if getattr(self, key) < 1:
-                raise ValueError(f"bench.{key}: {getattr(self, key)} must be 1 or more")
-        if not 0 <= self.shared_tokens < self.prompt_tokens:
-            raise ValueError(f"bench.shared_tokens: {self.shared_tokens} is not in 0..{self.prompt_tokens - 1}, under bench.prompt_tokens")
+_OF_ALL_POINTS = ("bench.repeat", "bench.output", "bench.roof")
+_OF_THE_SHAPE = tuple(f"bench.{key}" for key in Workload.__dataclass_fields__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """The keys of ``conf/bench.yaml``. An empty ``input.path`` asks for the synthetic workload."""
+class Crash(Exception):
+    """A run ended without figures, and without saying what it refuses."""
 
-    model: ModelConfig
-    engine: EngineConfig
-    kv_cache: KVCacheConfig
-    sampling: SamplingParams
-    prompt: PromptOptions
-    input: InputOptions
-    job: JobOptions
-    bench: Workload
-    seed: int
-    limit: int | None = None
+
+@dataclass(slots=True, kw_only=True)
+class Point:
+    """One combination of settings: the words of a command line, those among them that are its own, and what its runs gave."""
+
+    words: list[str]
+    own: dict[str, str]
+    config: BenchConfig
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    failure: ValueError | Crash | None = None
+
+    def __str__(self) -> str:
+        return " ".join(f"{key}={value}" for key, value in self.own.items())
+
+    @property
+    def line(self) -> dict[str, Any]:
+        """The JSON object: all figures of the median run, of an even number the faster of the two in the middle, so that they fit
+        each other, its own measure of the machine's limits included; beside them every run's rate."""
+        if self.failure is not None:
+            return {"point": self.own, "error": str(self.failure)}
+        by_rate = sorted(self.runs, key=_seconds)
+        rates = [run["generated_tokens_per_s"] for run in self.runs]
+        return {
+            "point": self.own,
+            "repeat": len(self.runs),
+            **by_rate[(len(by_rate) - 1) // 2],
+            "generated_tokens_per_s_best": max(rates),
+            "generated_tokens_per_s_runs": rates,
+            "load_s_median": statistics.median(run["load_s"] for run in self.runs),
+        }
 
 
 def main(overrides: list[str], *, show: bool) -> int:
-    """Measure and print; with ``show`` print the configuration instead."""
-    return guarded(lambda: _bench(overrides, show=show))
+    """Measure and print; with ``show`` print the configurations instead.
+
+    Returns 0; 3 where one of several points could not be measured, whose line has an ``error``; 75 where a signal ended it.
+    """
+    return guarded(lambda: _show(overrides) if show else _bench(_points(overrides)))
 
 
-def _bench(overrides: list[str], *, show: bool) -> int:
-    config = compose("bench", overrides, kind=BenchConfig)
-    if show:
-        tell(as_yaml(config))
-        return OK
-    tokenizer = Tokenizer.load(config.model)
-    requests = list(_from_file(config, tokenizer) if config.input.path else synthetic(config.bench, tokenizer, seed=config.seed))
-    engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
-    numbers = _machine() | _settings(config) | measure(engine, requests)
-    for key, value in numbers.items():
-        print(f"{key:<26}{value:,.3f}" if isinstance(value, float) else f"{key:<26}{value}", file=sys.stderr)
-    tell(json.dumps(numbers))
+def _show(overrides: list[str]) -> int:
+    tell("---\n".join(as_yaml(point.config) for point in _points(overrides)))
     return OK
 
 
-def synthetic(workload: Workload, tokenizer: Tokenizer, *, seed: int) -> Iterator[Request]:
-    """The requests of a synthetic workload; the same for the same seed."""
-    dice = random.Random(seed)
-
-    def tokens(count: int) -> list[int]:
-        return [dice.randrange(tokenizer.vocab_size) for _ in range(count)]
-
-    shared = tokens(workload.shared_tokens)
-    sampling = SamplingParams(temperature=0.0, max_tokens=workload.max_tokens, ignore_eos=True)
-    for row in range(workload.rows):
-        own = tokens(workload.prompt_tokens - workload.shared_tokens)
-        yield Request(id=row, prompt_token_ids=[*shared, *own], sampling=sampling)
-
-
-def measure(engine: Engine, requests: list[Request]) -> dict[str, Any]:
-    """Answer ``requests`` and count. ``load_s`` is from process start to here; latencies are from here on, all rows at once.
+def _points(overrides: list[str]) -> list[Point]:
+    """The points with their configurations, checked before the first one runs.
 
     Raises:
-        ValueError: a request cannot be served.
+        ValueError: one is refused, or a key that is the whole benchmark's is swept over; the message names the key.
     """
-    load_s = process_seconds()
-    start = time.perf_counter()
-    finished_s = []
-    for completion in engine.generate(requests):
-        if completion.finish_reason == "error":
-            raise ValueError(f"row {completion.request_id}: {completion.error_message}")
-        finished_s.append(time.perf_counter() - start)
-    run_s = time.perf_counter() - start
-    stats = engine.stats.snapshot()
-    keys = ("prompt_tokens", "computed_prompt_tokens", "generated_tokens", "prefix_hit_rate", "preemptions", "batch_size_mean", "kv_bytes")
-    counts: dict[str, Any] = {key: stats[key] for key in keys}
-    return {
-        "rows": len(requests),
-        **counts,
-        "load_s": load_s,
-        "run_s": run_s,
-        "generated_tokens_per_s": counts["generated_tokens"] / run_s,
-        "total_tokens_per_s": (counts["prompt_tokens"] + counts["generated_tokens"]) / run_s,
-        "first_row_s": finished_s[0],
-        "median_row_s": statistics.median(finished_s),
-        "peak_rss_bytes": peak_rss_bytes(),
-        "time_split": stats["time_split"],
-    }
+    found = []
+    for shared, own in points(overrides):
+        words = [*shared, *own]
+        keys = [word.lstrip("+").partition("=")[0] for word in words]
+        config = compose("bench", words, kind=BenchConfig)
+        if config.input.path and (useless := next((key for key in keys if key in _OF_THE_SHAPE), None)):
+            raise ValueError(f"{useless}: shapes the synthetic workload, and input.path names a file; leave one of them out")
+        values = dict(word.lstrip("+").split("=", 1) for word in own)
+        if swept := next((key for key in _OF_ALL_POINTS if key in values), None):
+            raise ValueError(f"{swept}: is one for the whole benchmark and is not swept over")
+        found.append(Point(words=words, own=values, config=config))
+    return found
 
 
-def _from_file(config: BenchConfig, tokenizer: Tokenizer) -> Iterator[Request]:
-    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
-    source = replace(config.input, path=absolute(config.input.path))
-    reader = open_reader(source, prompt_columns=job.prompt_columns, limit=config.limit)
-    job.check(reader.schema)
-    for shard in reader.read(reader.shards):
-        for record in shard.records:
-            if record.error is not None:
-                raise ValueError(f"{record.row_key}: {record.error.message}")
-            yield job.request(record)
+def _bench(found: list[Point]) -> int:
+    options = found[0].config.bench
+    stop = Stop()
+    stop.listen()
+    lines: list[dict[str, Any]] = []
+    with _destination(options.output) as write:
+        for point in _take_turns(found, repeat=options.repeat, stop=stop):
+            if point.failure is not None and len(found) == 1:
+                say(str(point.failure))
+                return REFUSED if isinstance(point.failure, ValueError) else FAULT
+            lines.append(point.line)
+            write(lines[-1])
+    if options.output is not None:
+        tell(table(lines))
+    elif lines:
+        print(table(lines), file=sys.stderr)
+    if stop():
+        return INTERRUPTED
+    return ROWS_FAILED if any("error" in line for line in lines) else OK
 
 
-def _machine() -> dict[str, Any]:
-    return {
-        "version": version("pagemill"),
-        "revision": _revision(),
-        "machine": f"{platform.system()} {platform.machine()}",
-        "cpus": os.cpu_count(),
-        "torch": version("torch"),
-    }
+def _take_turns(found: list[Point], *, repeat: int, stop: Stop) -> Iterator[Point]:
+    """Run each point ``repeat`` times, one after the other round by round, so that whatever else the machine does meets all of them
+    alike. A point comes out when its last run is over: the last of all, one that failed, or one before a signal."""
+    for turn in range(1, repeat + 1):
+        for number, point in enumerate(found, start=1):
+            if stop() or point.failure is not None:
+                continue
+            if len(found) * repeat > 1:
+                say(f"point {number} of {len(found)}, run {turn} of {repeat}: {point}".rstrip(": "))
+            try:
+                point.runs.append(run_apart(point.words))
+            except (ValueError, Crash) as failure:
+                point.failure = failure
+                yield point
+                continue
+            if turn == repeat:
+                yield point
+    if stop():
+        yield from (point for point in found if point.failure is None and 0 < len(point.runs) < repeat)
 
 
-def _settings(config: BenchConfig) -> dict[str, Any]:
-    workload = Path(config.input.path).name or "synthetic"
-    return {"model": config.model.path, "dtype": dtype_name(config.model, config.engine), "workload": workload}
+@contextmanager
+def _destination(path: str | None) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Where a line goes: stdout, or the end of a file, which is opened before minutes of work and not after them."""
+    if path is None:
+        yield lambda line: tell(json.dumps(line))
+        return
+    try:
+        stream = open(absolute(path), "a", encoding="utf-8", buffering=1)  # noqa: SIM115  closed below
+    except OSError as error:
+        raise ValueError(f"bench.output: {path} cannot be written ({error.strerror})") from error
+    with stream:
+        yield lambda line: print(json.dumps(line), file=stream)
 
 
-def _revision() -> str | None:
-    """The commit of the checkout that runs, None for an installed wheel."""
-    folder = Path(__file__).absolute().parents[1]
-    if not (folder / ".git").exists():
-        return None
-    asked = subprocess.run(["git", "-C", str(folder), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return asked.stdout.strip() or None
+def run_apart(words: list[str]) -> dict[str, Any]:
+    """What ``jobs._bench.point`` measures for these words in a fresh interpreter.
+
+    ``-P`` keeps a ``jobs`` folder that lies where the command was started from being taken for ours. The process ends when its
+    stdin does, so it lives no longer than this one.
+
+    Raises:
+        ValueError: a setting or a row was refused.
+        Crash: the process ended otherwise.
+    """
+    command = [sys.executable, "-P", "-m", "jobs._bench.point", *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        printed = process.stdout.read()
+        code = process.wait()
+    if code == OK:
+        return cast(dict[str, Any], json.loads(printed))
+    if code == REFUSED and printed:
+        raise ValueError(json.loads(printed)["error"])
+    if code < 0:
+        hint = ", which Linux sends where memory runs out" if -code == signal.SIGKILL else ""
+        raise Crash(f"the run was ended by {signal.Signals(-code).name}{hint}")
+    raise Crash(f"the run ended with exit code {code}; what went wrong stands above")
+
+
+def _seconds(run: dict[str, Any]) -> float:
+    return float(run["wall_s"] - run["load_s"])

@@ -88,7 +88,7 @@ def test_configuration_is_shown_with_absolute_paths(pagemill: Any, tmp_path: Pat
         (["-m", "input.path=in.jsonl", "seed=1,2"], "output.path: 2 of 2 runs would share "),
         (["-m", "input.path=in.jsonl", "prompt.system=Be kind, be brief"], "prompt.system: a prompt is not swept over; quote"),
         (["-m", "input.path=in.jsonl", "seed=1,2", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this"),
-        (["bench", "-m", "seed=1,2"], "-m: only runs are swept, not bench"),
+        (["plan", "-m", "seed=1,2"], "-m: only run and bench sweep over values, not plan"),
         (["run", "input.path=in.jsonl", "model.path=/no/such/model"], "model.path: there is no folder /no/such/model"),
         (["run", "input.path=in.jsonl", "job.name=bench"], "job.name: 'bench' is a command and no job"),
     ],

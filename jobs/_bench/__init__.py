@@ -1,0 +1,1 @@
+"""What `pagemill bench` is made of: the workload, one measured point, the machine, the table."""
