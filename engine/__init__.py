@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 # machine that is not ours alone every parallel loop then waits for a thread that the spinning ones keep off its core:
 # measured on two shared cores, 29 s of work took 120 to 350 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Read by the tokenizers library at each call: one thread is faster than a model's step, and the others are the model's.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 if TYPE_CHECKING:
     from engine import plugins

@@ -97,15 +97,33 @@ class Tokenizer:
         """
         if split_special_tokens:
             text = self.hide_control_words(text)
-        ids = self._encode(text, add_special_tokens=add_special_tokens)
-        doubled = add_special_tokens and self.bos_token_id is not None and ids[:2] == [self.bos_token_id] * 2
-        return ids[1:] if doubled else ids
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """``encode`` for many texts, in one thread that lets other Python threads run meanwhile."""
+        found = _ids(self._backend, texts, add_special_tokens=add_special_tokens)
+        hidden = [place for place, text in enumerate(texts) if self._control.has_hidden(text)]
+        if hidden:
+            revealed = [self._control.reveal(texts[place]) for place in hidden]
+            for place, ids in zip(hidden, _ids(self._literal, revealed, add_special_tokens=add_special_tokens), strict=True):
+                found[place] = ids
+        if add_special_tokens and self.bos_token_id is not None:
+            doubled = [self.bos_token_id] * 2
+            return [ids[1:] if ids[:2] == doubled else ids for ids in found]
+        return found
 
     def hide_control_words(self, text: str) -> str:
         """``text`` for use in a larger one that is encoded later: the control words in it will be plain text there."""
         return self._control.hide(text)
 
-    def encode_chat(
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of a conversation: its ``chat_text``, which ``options`` are those of, encoded.
+
+        They are equal to those of transformers' apply_chat_template.
+        """
+        return self.encode_batch([self.chat_text(messages, **options)], add_special_tokens=False)[0]
+
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -114,13 +132,13 @@ class Tokenizer:
         control_words: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation through the chat template, equal to transformers' apply_chat_template.
+    ) -> str:
+        """A conversation through the chat template, as text for ``encode_batch`` without ``add_special_tokens``.
 
         The template alone makes control tokens. A control word inside a message or a tool stays plain text, except that
         an assistant message may hold the model's own markup, the added tokens that are not special (such as <think>);
         with ``control_words`` all of them are control tokens.
-        With ``continue_final_message`` the ids end with the last message's text, its trailing blanks included.
+        With ``continue_final_message`` the text ends with the last message's, its trailing blanks included.
 
         Raises:
             ValueError: the model has no chat template.
@@ -143,7 +161,7 @@ class Tokenizer:
             text, found, _ = text.rpartition(self._control.end)
             if not found:
                 raise ChatTemplateError("the template does not print the last message, so it cannot be continued")
-        return self._encode(text, add_special_tokens=False)
+        return text
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids``, blanks exactly as the tokens have them; bytes that are no UTF-8 become U+FFFD."""
@@ -159,11 +177,6 @@ class Tokenizer:
     def control_token_id(self, text: str) -> int | None:
         """The id of the control word that ``text`` is; None where it is ordinary text."""
         return next((id_ for id_, token in self._added.items() if token.content == text and token.special), None)
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        if self._control.has_hidden(text):
-            return list(self._literal.encode(self._control.reveal(text), add_special_tokens=add_special_tokens).ids)
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def _hide(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """The message with the control words in it hidden; its role is the template's to read."""
@@ -253,6 +266,10 @@ class IncrementalDecoder:
             self._context, self._pending = self._pending, []
             self.text += new
         return new
+
+
+def _ids(backend: tokenizers.Tokenizer, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+    return [encoding.ids for encoding in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:

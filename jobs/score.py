@@ -40,8 +40,8 @@ class ScoreJob:
     def check(self, schema: pa.Schema) -> None:
         self.prompts.check(schema.names)
 
-    def request(self, record: Record) -> Request:
-        return Request(id=record.row_key, prompt_token_ids=self.prompts.token_ids(record.columns), sampling=_SCORING)
+    def request(self, record: Record, *, prompt_token_ids: Sequence[int]) -> Request:
+        return Request(id=record.row_key, prompt_token_ids=prompt_token_ids, sampling=_SCORING)
 
     def answer(self, completion: Completion) -> Mapping[str, Any]:
         scores = completion.prompt_logprobs

@@ -18,11 +18,17 @@ from pipeline.types import Record
 class Job(Protocol):
     """A new job is one file in ``jobs/`` with one of these.
 
+    While rows run, ``prompts`` and ``request`` are used in one thread and ``answer`` in another.
+
     Attributes:
+        prompts: what makes a row's prompt.
         fields: the columns that the job adds to those that every output has (see ``pipeline.columns``).
         prompt_columns: the input columns that a prompt can come from; each input file must have one of them.
         announcement: what the user should know before the first row runs, as one line.
     """
+
+    @property
+    def prompts(self) -> Prompts: ...
 
     @property
     def fields(self) -> Sequence[pa.Field]: ...
@@ -41,8 +47,8 @@ class Job(Protocol):
         """
         ...
 
-    def request(self, record: Record) -> Request:
-        """The engine's request for ``record``, with ``id=record.row_key``.
+    def request(self, record: Record, *, prompt_token_ids: Sequence[int]) -> Request:
+        """The engine's request for ``record``, whose prompt is given, with ``id=record.row_key``.
 
         Raises:
             RowError: this row cannot be asked.
@@ -79,10 +85,10 @@ class TextJob:
     def check(self, schema: pa.Schema) -> None:
         self.prompts.check(schema.names)
 
-    def request(self, record: Record) -> Request:
+    def request(self, record: Record, *, prompt_token_ids: Sequence[int]) -> Request:
         return Request(
             id=record.row_key,
-            prompt_token_ids=self.prompts.token_ids(record.columns),
+            prompt_token_ids=prompt_token_ids,
             sampling=self.prompts.sampling(record.columns),
             grammar=self.prompts.grammar(record.columns),
         )

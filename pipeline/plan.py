@@ -15,6 +15,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from engine import Completion, Outlook, Pool, Request
+from pipeline.asking import ask
 from pipeline.columns import OutputColumns
 from pipeline.job import Job
 from pipeline.reader import InputOptions, Reader, open_reader
@@ -134,18 +135,18 @@ def plan(
     columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     PartWriter(output, schema=columns.schema)  # refuses what the format cannot write
     tally = _Tally()
-    for record in _records(reader, progress=progress):
-        tally.count(record, job, forecast)
+    for record, asked in _asked(job, reader, progress=progress):
+        tally.count(record, asked, forecast)
     return tally.plan(forecast, columns=columns.schema)
 
 
-def _records(reader: Reader, *, progress: bool) -> Iterator[Record]:
+def _asked(job: Job, reader: Reader, *, progress: bool) -> Iterator[tuple[Record, Request | RowError]]:
     total = sum(shard.num_rows for shard in reader.shards)
     with tqdm(total=total, unit="row", file=sys.stderr, disable=None if progress else True, delay=1.0) as bar:
         for rows in reader.read(reader.shards):
-            for record in rows.records:
-                yield record
-                bar.update()
+            for batch in ask(job, rows.records):
+                yield from batch
+                bar.update(len(batch))
 
 
 @dataclass(slots=True)
@@ -161,19 +162,14 @@ class _Tally:
     first_failed: dict[str, list[str]] = field(default_factory=dict)
     tail: list[int] | None = None  # what all prompts so far end with
 
-    def count(self, record: Record, job: Job, forecast: Forecast) -> None:
+    def count(self, record: Record, asked: Request | RowError, forecast: Forecast) -> None:
         self.num_rows += 1
-        try:
-            if record.error is not None:
-                raise record.error
-            request = job.request(record)
-            prompt = record.columns.get("prompt")
-        except Exception as error:
-            self._fail(RowError.of(error).code, record)
+        if isinstance(asked, RowError):
+            self._fail(asked.code, record)
             return
-        self._measure(request)
-        self.num_blank_ends += isinstance(prompt, str) and prompt != prompt.rstrip()
-        refused = forecast.submit(request)
+        self._measure(asked)
+        self.num_blank_ends += _ends_in_blanks(record)
+        refused = forecast.submit(asked)
         if refused is not None:
             self._fail(refused.error_code or "engine_error", record)
 
@@ -227,6 +223,14 @@ class _Tally:
                 "the KV pool is smaller than what engine.max_num_seqs of the largest rows take, so rows may give way and be "
                 "computed again; raise kv_cache.memory or lower engine.max_num_seqs"
             )
+
+
+def _ends_in_blanks(record: Record) -> bool:
+    try:
+        prompt = record.columns.get("prompt")
+    except RowError:  # a value that cannot be read and that a template does without
+        return False
+    return isinstance(prompt, str) and prompt != prompt.rstrip()
 
 
 def _rows(count: int) -> str:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jinja2
 from jinja2 import meta, nodes
@@ -30,13 +30,13 @@ class Tokenizer(Protocol):
     @property
     def has_chat_template(self) -> bool: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]: ...
 
     def hide_control_words(self, text: str) -> str:
-        """``text`` for use in a larger one: ``encode`` then takes the control words in it for plain text."""
+        """``text`` for use in a larger one: ``encode_batch`` then takes the control words in it for plain text."""
         ...
 
-    def encode_chat(
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -44,7 +44,16 @@ class Tokenizer(Protocol):
         continue_final_message: bool,
         control_words: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]: ...
+    ) -> str:
+        """A conversation as text, to be encoded without ``add_special_tokens``."""
+        ...
+
+
+class _Text(NamedTuple):
+    """A prompt that is to be encoded: raw text, which gets the tokenizer's special tokens, or a chat template's."""
+
+    text: str
+    is_raw: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,14 +155,38 @@ class Prompts:
                 "set model.chat_template to one (text or a file), or use job=generate with raw prompts"
             )
 
-    def token_ids(self, columns: Mapping[str, Any]) -> list[int]:
-        """The prompt's ids, by the one way that every command uses.
+    def token_ids(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int] | RowError]:
+        """The ids of each row's prompt, given its columns, or why it has none: ``empty_prompt``, ``bad_row`` or ``template_error``.
 
-        Raises:
-            RowError: ``empty_prompt``, ``bad_row`` or ``template_error``.
+        Texts are encoded together, which is cheaper than one by one and gives the same ids.
         """
+        drafts = [self._draft(columns) for columns in rows]
+        found = [draft if not isinstance(draft, _Text) else [] for draft in drafts]
+        for is_raw in (True, False):
+            texts = {place: draft.text for place, draft in enumerate(drafts) if isinstance(draft, _Text) and draft.is_raw == is_raw}
+            for place, ids in zip(texts, self._encoded(list(texts.values()), is_raw=is_raw), strict=True):
+                found[place] = ids
+        return found
+
+    def _draft(self, columns: Mapping[str, Any]) -> _Text | list[int] | RowError:
+        try:
+            return self._prompt(columns)
+        except Exception as error:  # whatever a row does to its own handling is that row's error
+            return RowError.of(error)
+
+    def _encoded(self, texts: list[str], *, is_raw: bool) -> list[list[int] | RowError]:
+        try:
+            found = self.tokenizer.encode_batch(texts, add_special_tokens=is_raw) if texts else []
+        except Exception as error:  # one of them is no text: half of a surrogate pair, which a template may print
+            if len(texts) > 1:
+                return [ids for text in texts for ids in self._encoded([text], is_raw=is_raw)]
+            return [RowError.of(error) if is_raw else _refused(error)]
+        return [ids or _no_tokens() for ids in found]
+
+    def _prompt(self, columns: Mapping[str, Any]) -> _Text | list[int]:
+        """Raises RowError, or whatever else the row makes its handling raise."""
         if self._template is not None:
-            return self._text_ids(self._template.render(columns), columns)
+            return self._from_text(self._template.render(columns), columns)
         given = [name for name in self.columns if columns.get(name) is not None]
         if not given:
             raise RowError("empty_prompt", f"{', '.join(self.columns)}: the row fills none of them")
@@ -161,10 +194,10 @@ class Prompts:
             raise RowError("bad_row", f"{' and '.join(given)}: a row may fill one of them only")
         value = columns[given[0]]
         if given[0] == "prompt":
-            return self._text_ids(self._plain(_text(value, name="prompt")), columns)
+            return self._from_text(self._plain(_text(value, name="prompt")), columns)
         if given[0] == "prompt_token_ids":
             return _checked_ids(value)
-        return self._chat_ids(_conversation(value, name=self._messages_column, continues=self._continues), columns)
+        return self._from_chat(_conversation(value, name=self._messages_column, continues=self._continues), columns)
 
     def sampling(self, columns: Mapping[str, Any]) -> SamplingParams:
         """The job's sampling with the row's ``sampling_params`` (struct or JSON text) over it.
@@ -204,14 +237,14 @@ class Prompts:
             )
         return hidden
 
-    def _text_ids(self, text: str, columns: Mapping[str, Any]) -> list[int]:
+    def _from_text(self, text: str, columns: Mapping[str, Any]) -> _Text:
         if text == "":
             raise RowError("empty_prompt", "the prompt is an empty text")
         if self._chat:
-            return self._chat_ids([{"role": "user", "content": text}], columns)
-        return _not_empty(self.tokenizer.encode(text, add_special_tokens=True))
+            return self._from_chat([{"role": "user", "content": text}], columns)
+        return _Text(text, is_raw=True)
 
-    def _chat_ids(self, messages: list[Message], columns: Mapping[str, Any]) -> list[int]:
+    def _from_chat(self, messages: list[Message], columns: Mapping[str, Any]) -> _Text:
         if self._system is not None and not any(message["role"] == "system" for message in messages):
             messages = [{"role": "system", "content": self._system}, *messages]
         tools = columns.get("tools")
@@ -221,7 +254,7 @@ class Prompts:
                 raise RowError("bad_row", "tools: not a list of tool descriptions")
         continues = messages[-1]["role"] == "assistant"
         try:
-            ids = self.tokenizer.encode_chat(
+            text = self.tokenizer.chat_text(
                 messages,
                 add_generation_prompt=not continues,
                 continue_final_message=continues,
@@ -229,8 +262,8 @@ class Prompts:
                 tools=tools or None,
             )
         except Exception as error:  # a model's template may raise anything; its words are for the row's author
-            raise RowError("template_error", f"the chat template refused the row: {error}") from error
-        return _not_empty(ids)
+            raise _refused(error) from error
+        return _Text(text, is_raw=False)
 
 
 class RowTemplate:
@@ -309,17 +342,21 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(item) for key, item in value.items() if item is not None} if isinstance(value, Mapping) else value
 
 
-def _not_empty(ids: list[int]) -> list[int]:
-    if not ids:
-        raise RowError("empty_prompt", "the prompt has no tokens")
-    return ids
+def _no_tokens() -> RowError:
+    return RowError("empty_prompt", "the prompt has no tokens")
+
+
+def _refused(error: Exception) -> RowError:
+    return RowError("template_error", f"the chat template refused the row: {error}")
 
 
 def _checked_ids(value: Any) -> list[int]:
     whole = isinstance(value, list) and all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in value)
     if not whole:
         raise RowError("bad_row", "prompt_token_ids: not a list of token ids (whole numbers from 0 up)")
-    return _not_empty(value)
+    if not value:
+        raise _no_tokens()
+    return list(value)
 
 
 def _conversation(value: Any, *, name: str, continues: bool) -> list[Message]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import pyarrow as pa
 
 from engine import Completion, Request
+from pipeline.asking import ask
 from pipeline.columns import OutputColumns, answered, failed, row_label
 from pipeline.folder import held
 from pipeline.job import Job
@@ -245,9 +246,9 @@ class _Mill:
             with self.metrics.time("read"):
                 read = _read(shards)
             shard = self._opened(part, read.table)
-            for record in read.records:
+            for record, wanted in self._asked_for(read.records):
                 self._tick()
-                if shard.rows[record.index] is not None or (asked := self._prepared(record, shard)) is None:
+                if shard.rows[record.index] is not None or (asked := self._prepared(record, wanted, shard)) is None:
                     continue
                 while len(self._asked) >= MAX_IN_FLIGHT or not self.gate.admits(asked.request, num_in_flight=len(self._asked)):
                     if self.gate.stopped:
@@ -279,21 +280,28 @@ class _Mill:
             self._commit(shard)
         return shard
 
-    def _prepared(self, record: Record, shard: _OpenShard) -> _Asked | None:
+    def _asked_for(self, records: Iterable[Record]) -> Iterator[tuple[Record, Request | RowError]]:
+        batches = ask(self.job, records)
+        while True:
+            with self.metrics.time("tokenise"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield from batch
+
+    def _prepared(self, record: Record, wanted: Request | RowError, shard: _OpenShard) -> _Asked | None:
         """The row with its request, or None where it turned out to be an error row, which is settled at once."""
         self.metrics.rows_taken += 1
         row_id = record.row_key
         try:
             row_id = row_label(record.columns, id_column=self.id_column, row_key=record.row_key)
-            if record.error is not None:
-                raise record.error
-            with self.metrics.time("tokenise"):
-                request = self.job.request(record)
+            if isinstance(wanted, RowError):
+                raise wanted
         except Exception as error:  # whatever a row does to its own handling is that row's error
             self.metrics.finished(())
             self._settle(shard, record.index, [failed(RowError.of(error)) | {"row_id": row_id, "row_key": record.row_key}])
             return None
-        return _Asked(shard, record.index, row_id, request, completions=[])
+        return _Asked(shard, record.index, row_id, wanted, completions=[])
 
     def _rows(self, asked: _Asked) -> Answers:
         """The output rows of a row whose samples are all done; one error row where the engine or the job says so."""

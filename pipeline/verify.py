@@ -17,6 +17,7 @@ import pyarrow as pa
 from engine import Completion
 from pipeline import durable
 from pipeline.archive import Archive
+from pipeline.asking import ask
 from pipeline.job import Job
 from pipeline.reader import Reader
 from pipeline.records import ERROR_KEYS, ERRORS, FinishedPart
@@ -99,12 +100,12 @@ def check_rows(archive: Archive, chosen: Sequence[Chosen], *, job: Job, reader: 
         before: dict[str, list[dict[str, Any]]] = {}
         for row in archive.rows(index, [*_ROW, "generation", *tokens, *names]):
             before.setdefault(row["row_key"], []).append(row)
-        for record in next(iter(reader.read([shard]))).records:
-            if record.row_key not in wanted:
-                continue
+        records = (record for record in next(iter(reader.read([shard]))).records if record.row_key in wanted)
+        for record, asked in itertools.chain.from_iterable(ask(job, records)):
             try:
-                request = job.request(record)
-                now = sorted(engine.generate([request]), key=lambda completion: completion.sample_index)
+                if isinstance(asked, RowError):
+                    raise asked
+                now = sorted(engine.generate([asked]), key=lambda completion: completion.sample_index)
                 what = _answer_difference(before[record.row_key], now, job=job, compare_tokens=bool(tokens))
             except RowError as error:
                 what = f"was ok, is an error row now: {error.code}: {error.message}"

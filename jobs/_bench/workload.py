@@ -5,6 +5,7 @@ Makes them before any clock runs; what answers them, and how fast, is not known 
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from engine import Request, SamplingParams
 from jobs._schema import absolute
 from pipeline import InputOptions, Job, RowError
+from pipeline.asking import ask
 from pipeline.reader import open_reader
 
 
@@ -107,10 +109,7 @@ def from_file(source: InputOptions, *, job: Job, limit: int | None) -> Iterator[
     reader = open_reader(replace(source, path=absolute(source.path)), prompt_columns=job.prompt_columns, limit=limit)
     job.check(reader.schema)
     for shard in reader.read(reader.shards):
-        for record in shard.records:
-            if record.error is not None:
-                raise ValueError(f"{record.row_key}: {record.error.message}")
-            try:
-                yield job.request(record)
-            except RowError as error:
-                raise ValueError(f"{record.row_key}: {error.message}") from error
+        for record, asked in itertools.chain.from_iterable(ask(job, shard.records)):
+            if isinstance(asked, RowError):
+                raise ValueError(f"{record.row_key}: {asked.message}")
+            yield asked

@@ -131,6 +131,26 @@ def test_control_words_in_messages_stay_text(pair, data):
     assert ours.decode(typed, skip_special_tokens=False).count(content) == len(roles)
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_texts_that_are_encoded_together_equal_transformers_one_by_one(pair, data):
+    """Some of them with control words that are hidden and some with the same ones in sight."""
+    ours, theirs = pair
+    word = theirs.eos_token
+    texts = data.draw(st.lists(TEXT | st.builds(lambda text: text + word, TEXT), max_size=6))
+    split = data.draw(st.lists(st.booleans(), min_size=len(texts), max_size=len(texts)))
+    for add in (False, True):
+        found = ours.encode_batch(
+            [ours.hide_control_words(text) if hide else text for text, hide in zip(texts, split, strict=True)], add_special_tokens=add
+        )
+        for text, hide, ids in zip(texts, split, found, strict=True):
+            if not hide:
+                assert ids == theirs(text, add_special_tokens=add).input_ids
+            elif word in text:
+                assert theirs.eos_token_id not in ids
+                assert ours.decode(ids, skip_special_tokens=False).endswith(word)
+
+
 def _added(theirs) -> list[str]:
     return [token.content for token in theirs.added_tokens_decoder.values()]
 

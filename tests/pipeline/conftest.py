@@ -25,13 +25,13 @@ class ByteTokenizer:
 
     has_chat_template = True
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(text.encode("utf-8"))
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        return [list(text.encode("utf-8")) for text in texts]
 
     def hide_control_words(self, text: str) -> str:
         return text
 
-    def encode_chat(
+    def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -39,13 +39,13 @@ class ByteTokenizer:
         continue_final_message: bool,
         control_words: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> list[int]:
+    ) -> str:
         if any(message["content"] == "template, refuse" for message in messages):
             raise RuntimeError("no such words here")
         lines = [json.dumps(tools)] if tools else []
         lines += [f"[{message['role']}] {message['content']}" for message in messages]
         closing = "\n[assistant] " if add_generation_prompt else "" if continue_final_message else "\n"
-        return self.encode("\n".join(lines) + closing, add_special_tokens=False)
+        return "\n".join(lines) + closing
 
 
 class ScriptedStats:

@@ -132,10 +132,10 @@ def test_shards_of_nothing_but_errors_do_not_stop_the_job(run_job, read_parts, w
 
 def test_whatever_one_row_does_to_its_handling_is_its_own_error(run_job, read_parts, write_jsonl, text_job, tmp_path) -> None:
     class Fragile(type(text_job())):
-        def request(self, record):
+        def request(self, record, *, prompt_token_ids):
             if record.columns["tag"] == "ask":
                 raise KeyError("no such thing")
-            return super().request(record)
+            return super().request(record, prompt_token_ids=prompt_token_ids)
 
         def answer(self, completion):
             if completion.text == "answer":

@@ -17,7 +17,10 @@ def prompt_text(tokenizer):
 
     def build(columns: dict[str, Any], *, chat: bool = False, **options: Any) -> str:
         prompts = Prompts(tokenizer, options=PromptOptions(**options), sampling=SamplingParams(), chat=chat)
-        return bytes(prompts.token_ids(columns)).decode()
+        [found] = prompts.token_ids([columns])
+        if isinstance(found, RowError):
+            raise found
+        return bytes(found).decode()
 
     return build
 

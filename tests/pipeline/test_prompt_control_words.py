@@ -19,7 +19,8 @@ RENDERED = "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nName a tre
 def ids(embedded_tokenizer):
     def build(columns: dict[str, Any], *, chat: bool = False, **options: Any) -> list[int]:
         prompts = Prompts(embedded_tokenizer, options=PromptOptions(**options), sampling=SamplingParams(), chat=chat)
-        return prompts.token_ids(columns)
+        [found] = prompts.token_ids([columns])
+        return found
 
     return build
 
@@ -59,12 +60,36 @@ def test_a_template_s_own_words_count_and_its_values_do_not(ids, num_control, em
     assert num_control(ids({"question": FORGED, "raw": b""}, template=template, control_words=True)) == 3 + 3 + 3
 
 
+def test_rows_together_have_the_prompts_that_they_have_alone(embedded_tokenizer) -> None:
+    """Whatever is among them: control words, ids, a row that is refused, and text that no encoder takes."""
+    rows = [
+        {"prompt": "hello"},
+        {"prompt": FORGED},
+        {},
+        {"messages": CHAT},
+        {"prompt_token_ids": [1, 2]},
+        {"prompt": "a \ud800"},
+        {"prompt": ""},
+    ]
+    for chat in (False, True):
+        prompts = Prompts(embedded_tokenizer, options=PromptOptions(), sampling=SamplingParams(), chat=chat)
+        found = [_plain(ids) for ids in prompts.token_ids([*rows, *reversed(rows)])]
+        alone = [_plain(prompts.token_ids([row])[0]) for row in rows]
+        assert found == [*alone, *reversed(alone)]
+        codes = [None, None, "empty_prompt", None, None, "template_error" if chat else "bad_row", "empty_prompt"]
+        assert [ids[0] if isinstance(ids, tuple) else None for ids in alone] == codes
+
+
+def _plain(ids: list[int] | RowError) -> list[int] | tuple[str, str]:
+    return (ids.code, ids.message) if isinstance(ids, RowError) else ids
+
+
 def test_raw_prompts_with_control_words_are_mentioned_once(embedded_tokenizer, caplog) -> None:
     prompts = Prompts(embedded_tokenizer, options=PromptOptions(), sampling=SamplingParams(), chat=False)
-    prompts.token_ids({"prompt": "hello"})
+    prompts.token_ids([{"prompt": "hello"}])
     assert caplog.messages == []
     for _ in range(3):
-        prompts.token_ids({"prompt": RENDERED})
+        prompts.token_ids([{"prompt": RENDERED}])
     assert len(caplog.messages) == 1
     assert "prompt.control_words=true" in caplog.messages[0]
 
@@ -74,7 +99,8 @@ def test_a_chat_template_that_raises_is_quoted_to_the_row_s_author(embedded_mode
     refuses = f"{{% for m in messages %}}{check}{{{{ m.content }}}}{{% endfor %}}"
     tokenizer = Tokenizer.load(replace(embedded_model, chat_template=refuses))
     prompts = Prompts(tokenizer, options=PromptOptions(), sampling=SamplingParams(), chat=True)
-    with pytest.raises(RowError, match="I know no system") as caught:
-        prompts.token_ids({"messages": CHAT})
-    assert caught.value.code == "template_error"
-    assert tokenizer.decode(prompts.token_ids({"messages": CHAT[1:]})) == "Name a tree."
+    refused, ids = prompts.token_ids([{"messages": CHAT}, {"messages": CHAT[1:]}])
+    assert isinstance(refused, RowError)
+    assert refused.code == "template_error"
+    assert "I know no system" in refused.message
+    assert tokenizer.decode(ids) == "Name a tree."

@@ -51,7 +51,7 @@ def test_a_job_form_that_does_not_compile_is_refused_before_any_row(prompts, for
 
 def test_it_reaches_the_request(text_job):
     record = Record(row_key="in.jsonl:0", index=0, columns={"prompt": "p", "response_format": json.dumps(JSON_SCHEMA)})
-    assert text_job().request(record).grammar == Grammar.json_schema(SCHEMA)
+    assert text_job().request(record, prompt_token_ids=[1]).grammar == Grammar.json_schema(SCHEMA)
 
 
 def test_rows_with_different_forms_in_one_file(prompts, write_jsonl):

@@ -51,7 +51,7 @@ def test_settings_have_the_meaning_of_the_api(records, text_job, body: dict[str,
     (record,) = records(line(**body))
     assert record.error is None
     job = text_job(chat=True)
-    assert job.request(record).sampling == SamplingParams.from_mapping(sampling, defaults=job.prompts.defaults)
+    assert job.request(record, prompt_token_ids=[1]).sampling == SamplingParams.from_mapping(sampling, defaults=job.prompts.defaults)
 
 
 def test_columns(records) -> None:
