@@ -8,7 +8,8 @@ from pipeline.limits import Limits
 from pipeline.prompt import PromptOptions, Prompts
 from pipeline.provenance import Provenance
 from pipeline.reader import InputOptions
-from pipeline.runner import Engine, Summary, run
+from pipeline.runner import Engine, run
+from pipeline.summary import Summary
 from pipeline.types import Record, RowError, RunError
 from pipeline.writer import OutputOptions
 

@@ -1,25 +1,92 @@
-"""Rows to requests, many at once: the one place where it is decided what asking for a row is, and whose fault it is where it fails.
+"""Rows to requests, many at once: what asking for a row is, and whose fault it is where it fails.
 
-Knows jobs and records; who reads the rows and who answers the requests, it does not know.
+Knows jobs, readers and records; in which thread this happens and who answers the requests, it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
+
+import pyarrow as pa
 
 from engine import Request
+from pipeline.columns import row_label
 from pipeline.job import Job
-from pipeline.types import Record, RowError
+from pipeline.reader import Reader
+from pipeline.types import Part, Record, RowError, RunError, ShardRows
 
 # Rows that are asked for together: enough for their texts to be encoded in one go, few enough for the first to be there soon.
-_ROWS_A_BATCH = 64
+ROWS_A_BATCH = 64
+
+
+class Question(NamedTuple):
+    """A row as it goes to the engine: its place in its shard, its names, and its request or what is wrong with it."""
+
+    row: int
+    row_id: str
+    row_key: str
+    asked: Request | RowError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Some questions of one shard, in input order; ``table`` is the whole shard's."""
+
+    part: Part
+    table: pa.Table
+    questions: Sequence[Question]
+
+
+class Asking:
+    """Reads shards and asks for their rows.
+
+    Attributes:
+        seconds: kind of work -> wall seconds so far.
+    """
+
+    def __init__(self, job: Job, reader: Reader, *, id_column: str | None) -> None:
+        self.seconds = {"read": 0.0, "tokenise": 0.0}
+        self._job = job
+        self._reader = reader
+        self._id_column = id_column
+
+    def batches(self, parts: Sequence[Part]) -> Generator[Batch, None, None]:
+        """The rows of ``parts``, in input order.
+
+        Raises:
+            RunError: a shard cannot be read any more.
+        """
+        shards = self._reader.read([part.shard for part in parts])
+        for part in parts:
+            start = time.perf_counter()
+            read = _read(shards)
+            self.seconds["read"] += time.perf_counter() - start
+            asking = ask(self._job, read.records)
+            while True:
+                start = time.perf_counter()
+                questions = [self._question(record, asked) for record, asked in next(asking, ())]
+                self.seconds["tokenise"] += time.perf_counter() - start
+                if not questions:
+                    break
+                yield Batch(part, read.table, questions)
+
+    def _question(self, record: Record, asked: Request | RowError) -> Question:
+        row_id = record.row_key
+        try:
+            row_id = row_label(record.columns, id_column=self._id_column, row_key=record.row_key)
+        except Exception as error:  # as in ``ask``
+            asked = RowError.of(error)
+        return Question(record.index, row_id, record.row_key, asked)
 
 
 def ask(job: Job, records: Iterable[Record]) -> Iterator[list[tuple[Record, Request | RowError]]]:
     """What each of ``records`` asks of the engine, or why it cannot be asked, in their order and a few dozen at a time."""
     source = iter(records)
-    while batch := list(islice(source, _ROWS_A_BATCH)):
+    while batch := list(islice(source, ROWS_A_BATCH)):
         sound = [record for record in batch if record.error is None]
         prompts = dict(zip((record.index for record in sound), job.prompts.token_ids([record.columns for record in sound]), strict=True))
         yield [(record, record.error or _request(job, record, prompts[record.index])) for record in batch]
@@ -32,3 +99,10 @@ def _request(job: Job, record: Record, prompt: list[int] | RowError) -> Request 
         return job.request(record, prompt_token_ids=prompt)
     except Exception as error:  # whatever a row does to its own handling is that row's error
         return RowError.of(error)
+
+
+def _read(shards: Iterator[ShardRows]) -> ShardRows:
+    try:
+        return next(shards)
+    except (ValueError, OSError) as error:  # it was looked through before, so it changed or went away
+        raise RunError(str(error)) from error

@@ -87,6 +87,7 @@ class Metrics:
         ``rows`` = rows_ok + rows_error are those of the finished parts; ``rows_resumed`` input rows were answered before.
         Tokens and seconds are this run's.
         Rates are over the time since the engine was ready. ``tail_s`` runs from the last request that the engine took.
+        The seconds of ``time_split`` are those of three threads and overlap (pipeline/README.md).
         """
         seconds = self.run_seconds
         return {

@@ -8,14 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
 from engine import Completion, Request
-from pipeline.asking import ask
-from pipeline.columns import OutputColumns, answered, failed, row_label
+from pipeline.ahead import Ahead
+from pipeline.asking import ROWS_A_BATCH, Asking, Question
+from pipeline.behind import Behind
+from pipeline.columns import OutputColumns, answered, failed
 from pipeline.folder import held
 from pipeline.job import Job
 from pipeline.journal import FLUSH_SECONDS, Answers, Journal
@@ -24,8 +26,9 @@ from pipeline.limits import NO_LIMITS, Gate, Limits, Reason, Stopped
 from pipeline.progress import Progress
 from pipeline.provenance import Provenance, RunRecord
 from pipeline.reader import InputOptions, Reader, open_reader
-from pipeline.report import Metrics, write_metrics
-from pipeline.types import Part, Record, RowError, RunError, ShardRows
+from pipeline.report import Metrics
+from pipeline.summary import Summary, summarise
+from pipeline.types import Part, RowError, RunError
 from pipeline.watchdog import Watchdog
 from pipeline.writer import OutputOptions, PartWriter
 
@@ -34,6 +37,11 @@ MAX_OPEN_ROWS = 4096
 MAX_OPEN_SHARDS = 256
 # Rows that the engine has at once: fewer than it would take, so that it asks before each step, which is when a run can stop.
 MAX_IN_FLIGHT = 4096
+# Rows that are ready before the engine asks for them: those of a few steps.
+MAX_AHEAD_ROWS = 512
+# Full shards that wait for the one before them to be written and uploaded; after that the engine waits too.
+MAX_WAITING_PARTS = 2
+_WAIT_SECONDS = 0.1  # until the clock and the signals are looked at again
 
 
 class Stats(Protocol):
@@ -58,29 +66,6 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
-    """What a run did. Rows are output rows, those of earlier runs in the same folder included.
-
-    ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length limit. ``stopped`` is what ended the
-    run early; where it is None nothing is left, else ``num_waiting`` input rows are answered and kept, and wait for the
-    rest of their part, and ``num_unanswered`` are for the next run. ``parts`` is a glob for the files that the
-    answers are in, ``metrics`` the content of metrics.json.
-    """
-
-    output_path: str
-    parts: str
-    num_rows: int
-    num_ok: int
-    num_errors: int
-    num_cut: int
-    num_resumed: int
-    num_waiting: int
-    num_unanswered: int
-    stopped: Reason | None
-    metrics: Mapping[str, Any]
 
 
 def run(
@@ -133,19 +118,20 @@ def run(
                 engine.close()
             raise
         mill = _Mill(
+            open_parts,
             job=job,
-            reader=reader,
+            asking=Asking(job, reader, id_column=input.id_column),
             columns=columns,
             writer=writer,
             ledger=ledger,
             metrics=metrics,
-            id_column=input.id_column,
             gate=gate,
             progress=Progress(metrics, enabled=progress),
             stall_seconds=limits.stall_seconds,
         )
-        stopped = mill.run(open_parts, engine=engine) if engine is not None else None
-        return _summary(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, stopped=stopped)
+        stopped = mill.run(engine) if engine is not None else None
+        with _writing():
+            return summarise(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, stopped=stopped)
 
 
 @dataclass(slots=True, eq=False)
@@ -160,50 +146,63 @@ class _OpenShard:
 
 
 class _Asked(NamedTuple):
-    """A row that the engine has: where its answers belong, its label, what was asked, its answers so far."""
+    """A row that the engine has: where its answers belong, what was asked, its answers so far."""
 
     shard: _OpenShard
-    row: int
-    row_id: str
+    question: Question
     request: Request
     completions: list[Completion]
 
 
-@dataclass(slots=True, kw_only=True)
 class _Mill:
-    """Rows through the engine: requests out of shards, completions back into their rows, full shards into parts."""
+    """Rows through the engine: requests out of shards, completions back into their rows, full shards into parts.
 
-    job: Job
-    reader: Reader
-    columns: OutputColumns
-    writer: PartWriter
-    ledger: Ledger
-    metrics: Metrics
-    id_column: str | None
-    gate: Gate
-    progress: Progress
-    stall_seconds: float | None
-    engine_numbers: Mapping[str, Any] = field(default_factory=dict)
-    _watchdog: Watchdog = field(init=False)
-    _asked: dict[str | int, _Asked] = field(default_factory=dict)
-    _open: list[_OpenShard] = field(default_factory=list)
-    _flushed_s: float = 0.0
+    Three threads. Rows are read and asked for ahead of this one, and full shards become parts behind it: what one thread hands
+    to the next, it touches no more. All else here belongs to this one; see pipeline/README.md.
+    """
 
-    def __post_init__(self) -> None:
-        self._watchdog = Watchdog(self.stall_seconds, state=self._state)
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        job: Job,
+        asking: Asking,
+        columns: OutputColumns,
+        writer: PartWriter,
+        ledger: Ledger,
+        metrics: Metrics,
+        gate: Gate,
+        progress: Progress,
+        stall_seconds: float | None,
+    ) -> None:
+        self.engine_numbers: Mapping[str, Any] = {}
+        self._job = job
+        self._columns = columns
+        self._writer = writer
+        self._ledger = ledger
+        self._metrics = metrics
+        self._gate = gate
+        self._progress = progress
+        self._asking = asking
+        self._ahead = Ahead(asking.batches(parts), most=MAX_AHEAD_ROWS // ROWS_A_BATCH)
+        self._behind = Behind(self._commit, most=MAX_WAITING_PARTS)
+        self._watchdog = Watchdog(stall_seconds, state=self._state)
+        self._asked: dict[str | int, _Asked] = {}
+        self._open: list[_OpenShard] = []
+        self._flushed_s = 0.0
 
-    def run(self, parts: Sequence[Part], *, engine: Engine) -> Reason | None:
-        """Answer the rows of ``parts``; gives what stopped it before the last one."""
+    def run(self, engine: Engine) -> Reason | None:
+        """Answer the rows; gives what stopped it before the last one."""
         try:
-            self.metrics.loaded()
-            self.progress.start()
-            with _writing(), self._watchdog:
+            self._metrics.loaded()
+            self._progress.start()
+            with _writing(), self._watchdog, self._behind, self._ahead:
                 try:
-                    for completion in engine.generate(self._steps(self._requests(parts))):
+                    for completion in engine.generate(self._steps()):
                         self._take(completion)
                 finally:
                     self._flush()
-            return self.gate.stopped
+            return self._gate.stopped
         except Stopped as stopped:
             return stopped.reason
         except KeyboardInterrupt:
@@ -211,15 +210,16 @@ class _Mill:
         except ValueError as error:  # what refuses has been asked before
             raise RuntimeError("a row broke the run off, which none may") from error
         finally:
-            self.progress.close()
+            self._progress.close()
+            self._metrics.seconds |= {**self._asking.seconds, "write": self._behind.seconds}
             self.engine_numbers = engine.stats.snapshot()
             engine.close()
-            for shard in self._open:
+            for shard in (*self._open, *self._behind.left):
                 shard.journal.close()
 
-    def _steps(self, requests: Iterator[Request | None]) -> Iterator[Request | None]:
+    def _steps(self) -> Iterator[Request | None]:
         """What the engine pulls before each of its steps, to the last row's end."""
-        yield from requests
+        yield from self._requests()
         while self._asked:
             self._tick()
             yield None
@@ -227,130 +227,132 @@ class _Mill:
     def _tick(self) -> None:
         """Between two rows or steps: the one place where stopping breaks nothing."""
         self._watchdog.progressed()
-        self.gate.check()
+        self._check()
+
+    def _check(self) -> None:
+        self._behind.check()
+        self._gate.check()
         if time.monotonic() - self._flushed_s >= FLUSH_SECONDS:
             self._flush()
+
+    def _wait(self, is_ready: Callable[[float], bool]) -> None:
+        """Until another thread is so far. It can be stopped here too, but nothing says that there is progress."""
+        with self._metrics.time("wait"):
+            while not is_ready(_WAIT_SECONDS):
+                self._check()
 
     def _flush(self) -> None:
         for shard in self._open:
             shard.journal.flush()
         self._flushed_s = time.monotonic()
 
-    def _requests(self, parts: Sequence[Part]) -> Iterator[Request | None]:
-        """What to ask, in input order; None is: wait. A shard is opened when those that are open leave room for more rows."""
-        shards = self.reader.read([part.shard for part in parts])
-        for part in parts:
-            while len(self._open) >= MAX_OPEN_SHARDS or sum(len(shard.rows) for shard in self._open) >= MAX_OPEN_ROWS:
+    def _requests(self) -> Iterator[Request | None]:
+        """What to ask, in input order; None is: wait. A shard is opened when those that are open leave room for more rows.
+
+        What the engine gets to see, and before which of its steps, does not depend on how far the other threads are.
+        """
+        shard: _OpenShard | None = None
+        while True:
+            self._wait(self._ahead.is_ready)
+            if (batch := next(self._ahead, None)) is None:
+                return
+            if shard is None or shard.part is not batch.part:
+                while len(self._open) >= MAX_OPEN_SHARDS or sum(len(shard.rows) for shard in self._open) >= MAX_OPEN_ROWS:
+                    self._tick()
+                    yield None
+                shard = self._opened(batch.part, batch.table)
+            for question in batch.questions:
                 self._tick()
-                yield None
-            with self.metrics.time("read"):
-                read = _read(shards)
-            shard = self._opened(part, read.table)
-            for record, wanted in self._asked_for(read.records):
-                self._tick()
-                if shard.rows[record.index] is not None or (asked := self._prepared(record, wanted, shard)) is None:
+                if shard.rows[question.row] is not None or (asked := self._taken_up(question, shard)) is None:
                     continue
-                while len(self._asked) >= MAX_IN_FLIGHT or not self.gate.admits(asked.request, num_in_flight=len(self._asked)):
-                    if self.gate.stopped:
+                while len(self._asked) >= MAX_IN_FLIGHT or not self._gate.admits(asked.request, num_in_flight=len(self._asked)):
+                    if self._gate.stopped:
                         return
                     yield None
                     self._tick()
                 self._asked[asked.request.id] = asked
-                self.metrics.asked()
+                self._metrics.asked()
                 yield asked.request
+
+    def _taken_up(self, question: Question, shard: _OpenShard) -> _Asked | None:
+        """The row as it goes to the engine, or None where it is an error row, which is settled at once."""
+        self._metrics.rows_taken += 1
+        if isinstance(question.asked, Request):
+            return _Asked(shard, question, question.asked, completions=[])
+        self._metrics.finished(())
+        self._settle(shard, question.row, [failed(question.asked) | {"row_id": question.row_id, "row_key": question.row_key}])
+        return None
 
     def _take(self, completion: Completion) -> None:
         asked = self._asked[completion.request_id]
         asked.completions.append(completion)
         if completion.finish_reason == "error" or len(asked.completions) == asked.request.sampling.n:
             del self._asked[completion.request_id]
-            self.metrics.finished(asked.completions)
-            self.gate.settled(asked.request)
-            self._settle(asked.shard, asked.row, self._rows(asked))
+            self._metrics.finished(asked.completions)
+            self._gate.settled(asked.request)
+            self._settle(asked.shard, asked.question.row, self._rows(asked))
 
     def _opened(self, part: Part, table: pa.Table) -> _OpenShard:
         """A shard to answer, with the rows that an earlier run answered."""
-        journal = Journal(self.ledger.working_part(part.index), shard=part.shard, schema=self.columns.added)
+        journal = Journal(self._ledger.working_part(part.index), shard=part.shard, schema=self._columns.added)
         done = journal.take_over()
-        self.metrics.rows_resumed += len(done)
+        self._metrics.rows_resumed += len(done)
         rows = [done.get(index) for index in range(table.num_rows)]
         shard = _OpenShard(part, table, rows=rows, num_missing=rows.count(None), journal=journal)
         self._open.append(shard)
         if shard.num_missing == 0:
-            self._commit(shard)
+            self._hand_over(shard)
         return shard
-
-    def _asked_for(self, records: Iterable[Record]) -> Iterator[tuple[Record, Request | RowError]]:
-        batches = ask(self.job, records)
-        while True:
-            with self.metrics.time("tokenise"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield from batch
-
-    def _prepared(self, record: Record, wanted: Request | RowError, shard: _OpenShard) -> _Asked | None:
-        """The row with its request, or None where it turned out to be an error row, which is settled at once."""
-        self.metrics.rows_taken += 1
-        row_id = record.row_key
-        try:
-            row_id = row_label(record.columns, id_column=self.id_column, row_key=record.row_key)
-            if isinstance(wanted, RowError):
-                raise wanted
-        except Exception as error:  # whatever a row does to its own handling is that row's error
-            self.metrics.finished(())
-            self._settle(shard, record.index, [failed(RowError.of(error)) | {"row_id": row_id, "row_key": record.row_key}])
-            return None
-        return _Asked(shard, record.index, row_id, wanted, completions=[])
 
     def _rows(self, asked: _Asked) -> Answers:
         """The output rows of a row whose samples are all done; one error row where the engine or the job says so."""
-        names = {"row_id": asked.row_id, "row_key": str(asked.request.id)}
-        prompt = asked.request.prompt_token_ids if self.columns.token_ids else None
+        names = {"row_id": asked.question.row_id, "row_key": asked.question.row_key}
+        prompt = asked.request.prompt_token_ids if self._columns.token_ids else None
         rows = []
         for completion in sorted(asked.completions, key=lambda completion: completion.sample_index):
             try:
                 if completion.finish_reason == "error":
                     raise RowError(completion.error_code or "engine_error", completion.error_message or "the engine gave no reason")
-                rows.append(answered(completion, self.job.answer(completion), prompt_token_ids=prompt) | names)
+                rows.append(answered(completion, self._job.answer(completion), prompt_token_ids=prompt) | names)
             except Exception as error:
                 return [failed(RowError.of(error), completion=completion) | names]
         return rows
 
     def _settle(self, shard: _OpenShard, index: int, rows: Answers) -> None:
-        """Put input row ``index``'s output rows in their place; the last ones of a shard finish the part."""
+        """Put input row ``index``'s output rows in their place; the last ones of a shard make it full."""
         assert shard.rows[index] is None, "a row is settled once"
         shard.rows[index] = rows
         shard.num_missing -= 1
-        self.metrics.rows_failed += rows[0]["status"] == "error"
+        self._metrics.rows_failed += rows[0]["status"] == "error"
         shard.journal.add(index, rows)
-        self.progress.update()
+        self._progress.update()
         if shard.num_missing == 0:
-            self._commit(shard)
+            self._hand_over(shard)
+
+    def _hand_over(self, shard: _OpenShard) -> None:
+        """Let a full shard become a part; one that has to wait for others has its answers on the disk first."""
+        if not self._behind.is_idle:
+            shard.journal.flush()
+        self._wait(self._behind.has_room)
+        self._open.remove(shard)
+        self._behind.give(shard)
 
     def _commit(self, shard: _OpenShard) -> None:
+        """Make the part of a full shard, in the thread behind, which the ledger belongs to while rows run."""
         rows = [answers for answers in shard.rows if answers is not None]
-        with self.metrics.time("write"):
-            table = self.columns.table(shard.table, rows)
-            self.ledger.commit(
-                shard.part,
-                suffix=self.writer.suffix,
-                write=lambda path: self.writer.write(path, table),
-                rows=[row for answers in rows for row in answers],
-            )
+        table = self._columns.table(shard.table, rows)
+        self._ledger.commit(
+            shard.part,
+            suffix=self._writer.suffix,
+            write=lambda path: self._writer.write(path, table),
+            rows=[row for answers in rows for row in answers],
+        )
         shard.journal.close()
-        self._open.remove(shard)
+        self._watchdog.progressed()
 
     def _state(self) -> str:
         oldest = next(iter(self._asked), None)
-        return f"{len(self._asked)} rows are in flight, the oldest is {oldest}; {self.metrics.rows_done} are done"
-
-
-def _read(shards: Iterator[ShardRows]) -> ShardRows:
-    try:
-        return next(shards)
-    except (ValueError, OSError) as error:  # it was looked through before, so it changed or went away
-        raise RunError(str(error)) from error
+        return f"{len(self._asked)} rows are in flight, the oldest is {oldest}; {self._metrics.rows_done} are done"
 
 
 @contextmanager
@@ -360,30 +362,3 @@ def _writing() -> Iterator[None]:
         yield
     except OSError as error:
         raise RunError(f"output.path: {error}") from error
-
-
-def _summary(
-    parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix: str, engine: Mapping[str, Any], stopped: Reason | None
-) -> Summary:
-    finished = [ledger.finished[part.index] for part in parts if part.index in ledger.finished]
-    num_rows = sum(part.rows for part in finished)
-    num_errors = sum(part.errors for part in finished)
-    numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
-    if metrics.rows_done or not (ledger.folder.path / "metrics.json").exists():  # a run with nothing to do leaves the last one's figures
-        with _writing():
-            write_metrics(ledger.folder.path, numbers)
-    ledger.folder.deliver(["metrics.json"])
-    num_answered = metrics.rows_resumed + metrics.rows_done
-    return Summary(
-        output_path=ledger.folder.name,
-        parts=f"{ledger.folder.name}/part-*{suffix}",
-        num_rows=num_rows,
-        num_ok=num_rows - num_errors,
-        num_errors=num_errors,
-        num_cut=sum(part.cut for part in finished),
-        num_resumed=metrics.rows_resumed,
-        num_waiting=num_answered - sum(part.shard.num_rows for part in parts if part.index in ledger.finished),
-        num_unanswered=metrics.rows_total - num_answered,
-        stopped=stopped,
-        metrics=numbers,
-    )

@@ -31,6 +31,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def progressed(self) -> None:
+        """Something is done; any thread may say so."""
         self._num_ticks = 0
 
     def __enter__(self) -> Watchdog:
@@ -40,6 +41,8 @@ class Watchdog:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._over.set()
+        if self._seconds is not None:
+            self._thread.join()
 
     def _watch(self) -> None:
         assert self._seconds is not None

@@ -11,15 +11,17 @@ import runpy
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pipeline.runner
 from engine import SamplingParams
-from pipeline import InputOptions, OutputOptions, PromptOptions, Prompts, Provenance, TextJob, run
+from pipeline import InputOptions, OutputOptions, PromptOptions, Prompts, Provenance, TextJob, durable, run
 
 STAND_INS = runpy.run_path(str(Path(__file__).with_name("conftest.py")))
 SECONDS_A_ROW = 0.002
+SECONDS_A_MOMENT = 0.004  # between two of the things that a commit does, so that kills meet them
 
 
 class Slow(STAND_INS["ScriptedEngine"]):  # type: ignore[misc]
@@ -47,8 +49,18 @@ def answer_all(source: str, target: str) -> int:
     return 75 if summary.stopped else 0
 
 
+def slowed(function: Callable[..., None]) -> Callable[..., None]:
+    def wait_and_call(*arguments: object) -> None:
+        time.sleep(SECONDS_A_MOMENT)
+        function(*arguments)
+
+    return wait_and_call
+
+
 def main() -> None:
     pipeline.runner.FLUSH_SECONDS = 0.02
+    for name in ("append_lines", "rename", "sync_file"):
+        setattr(durable, name, slowed(getattr(durable, name)))
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

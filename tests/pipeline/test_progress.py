@@ -87,5 +87,5 @@ def test_metrics_add_up(run_job, read_parts, write_jsonl, tmp_path) -> None:
     assert metrics["prefix_hit_rate"] == metrics["cached_prompt_tokens"] / metrics["prompt_tokens"]
     assert before <= metrics["load_s"] <= metrics["first_row_s"] <= metrics["wall_s"] <= process_seconds()
     assert summary.num_cut == table["finish_reason"].to_pylist().count("length") > 0
-    assert set(metrics["time_split"]) == {"read", "tokenise", "write", "forward"}
+    assert set(metrics["time_split"]) == {"read", "tokenise", "wait", "write", "forward"}
     assert metrics["peak_rss_bytes"] > 10_000_000
