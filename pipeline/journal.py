@@ -61,7 +61,7 @@ class Journal:
     def add(self, row: int, answers: Answers) -> None:
         """Row ``row`` is done; it is on the disk after the next ``flush``, which comes by itself when enough is waiting."""
         self._pending[row] = answers
-        self._num_pending_bytes += sum(_ROW_BYTES + _num_bytes(values) for values in answers)
+        self._num_pending_bytes += sum(map(_num_bytes, answers))
         if self._num_pending_bytes >= _FLUSH_BYTES:
             self.flush()
 
@@ -135,6 +135,10 @@ def _checksum(batch: pa.RecordBatch) -> str:
 
 
 def _num_bytes(values: Mapping[str, Any]) -> int:
-    return sum(
-        len(value) if isinstance(value, str) else 8 * len(value) for value in values.values() if isinstance(value, (str, list, tuple))
-    )
+    num_bytes = _ROW_BYTES
+    for value in values.values():
+        if isinstance(value, str):
+            num_bytes += len(value)
+        elif isinstance(value, (list, tuple)):
+            num_bytes += 8 * len(value)
+    return num_bytes

@@ -187,15 +187,15 @@ class Prompts:
         """Raises RowError, or whatever else the row makes its handling raise."""
         if self._template is not None:
             return self._from_text(self._template.render(columns), columns)
-        given = [name for name in self.columns if columns.get(name) is not None]
+        given = {name: value for name in self.columns if (value := columns.get(name)) is not None}
         if not given:
             raise RowError("empty_prompt", f"{', '.join(self.columns)}: the row fills none of them")
         if len(given) > 1:
             raise RowError("bad_row", f"{' and '.join(given)}: a row may fill one of them only")
-        value = columns[given[0]]
-        if given[0] == "prompt":
+        ((name, value),) = given.items()
+        if name == "prompt":
             return self._from_text(self._plain(_text(value, name="prompt")), columns)
-        if given[0] == "prompt_token_ids":
+        if name == "prompt_token_ids":
             return _checked_ids(value)
         return self._from_chat(_conversation(value, name=self._messages_column, continues=self._continues), columns)
 

@@ -145,6 +145,7 @@ class RadixTree:
 
 def num_shared(key: bytes, other: bytes) -> int:
     """How many leading tokens two edges have in common."""
-    width = 4  # bytes of an int32 token id
-    size = min(len(key), len(other)) // width
-    return next((i for i in range(size) if key[i * width : (i + 1) * width] != other[i * width : (i + 1) * width]), size)
+    size = min(len(key), len(other))
+    differing = int.from_bytes(key[:size], "little") ^ int.from_bytes(other[:size], "little")
+    num_equal_bits = (differing & -differing).bit_length() - 1 if differing else 8 * size
+    return num_equal_bits // 32  # of an int32 token id

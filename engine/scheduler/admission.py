@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from engine.grammar.spec import GrammarError
 from engine.rules import Rules, Vocabulary
+from engine.sampling_params import SamplingParams
 from engine.scheduler.answers import error
 from engine.scheduler.beams import Beams
 from engine.scheduler.stopping import TextWatch
@@ -57,6 +58,7 @@ class Admission:
         self._vocab_size = vocab_size
         self._vocabulary = vocabulary
         self._grammars = grammars
+        self._rules: tuple[SamplingParams, Rules] | None = None  # of the request before: most rows have the job's settings
 
     def sequence(self, request: Request) -> Sequence | Completion:
         """The request as a sequence that waits, or the error completion that says why it can never be served."""
@@ -90,7 +92,9 @@ class Admission:
             raise ValueError(
                 f"sampling.allowed_token_ids: {max(sampling.allowed_token_ids)} is not in 0..{self._vocab_size - 1}, the model's vocabulary"
             )
-        rules = Rules.of(sampling, eos_token_ids=self._eos_token_ids, vocabulary=self._vocabulary)
+        if self._rules is None or self._rules[0] is not sampling:
+            self._rules = sampling, Rules.of(sampling, eos_token_ids=self._eos_token_ids, vocabulary=self._vocabulary)
+        rules = self._rules[1]
         max_len = min(len(request.prompt_token_ids) + sampling.max_tokens, self.max_len)
         seq = Sequence(request, max_len=max_len, rules=rules, watch=self.watch(request, rules))
         if request.grammar is not None:

@@ -131,11 +131,10 @@ class Scheduler:
         broken: dict[str | int, Completion] = {}
         for chunk in plan.chunks:
             seq = chunk.seq
-            scored = list(islice(results, len(chunk.scores)))
+            scored = list(islice(results, len(chunk.scores))) if chunk.scores else []
             drawn = list(islice(results, seq.num_draws)) if chunk.samples else []
             seq.num_computed += chunk.num_tokens
-            failed = next((draw for draw in (*scored, *drawn) if draw.token_id < 0), None)
-            if failed is not None:
+            if (failed := _first_failed(scored) or _first_failed(drawn)) is not None:
                 broken[seq.request.id] = _failure(seq, failed)  # what it computed is nothing to share
                 continue
             self.kv.publish(seq)
@@ -335,6 +334,13 @@ class Scheduler:
             f"{self.kv.num_blocks} blocks {self.kv.num_held} are held and {self.kv.num_cached} cached; the first in line is request "
             f"{oldest.request.id!r}, {oldest.num_computed} of its {len(oldest.tokens)} tokens computed, {len(oldest.blocks)} blocks"
         )
+
+
+def _first_failed(draws: list[Draw]) -> Draw | None:
+    for draw in draws:
+        if draw.token_id < 0:
+            return draw
+    return None
 
 
 def _failure(seq: Sequence, draw: Draw) -> Completion:

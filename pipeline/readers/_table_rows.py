@@ -170,6 +170,10 @@ class _ArrowRow(Mapping[str, Any]):
         except (ValueError, ArithmeticError) as error:
             raise RowError("bad_row", f"{name}: the {column.type} cannot be read: {error}") from error
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """As Mapping has it, without raising and catching: most rows are asked for more names than they have."""
+        return self[name] if name in self._columns else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
 
