@@ -5,6 +5,7 @@ Decides what a run is made of, what the user is told, and the exit code; it comp
 
 from __future__ import annotations
 
+import gc
 import logging
 import traceback
 from collections.abc import Callable
@@ -104,6 +105,7 @@ def run_once(config: RunConfig) -> int:
     def load_engine() -> Engine:
         say(f"{config.name}: {job.announcement}")
         engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+        collect_seldom()
         stop.listen()
         return engine
 
@@ -138,6 +140,15 @@ def run_once(config: RunConfig) -> int:
         say(f"stopped early ({summary.stopped}); run {again}{later} to go on")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
+
+
+def collect_seldom() -> None:
+    """Let the garbage collector pass over what is loaded by now, which stays, and look seldom at the rest: rows make no cycles.
+
+    By default it looks at every row in flight again and again, which takes a tenth of the pipeline's time.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def _told(summary: Summary) -> str:

@@ -24,7 +24,7 @@ from engine.kv.manager import BlockManager
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.types import Draw, StepPlan
-from jobs._app import make_job
+from jobs._app import collect_seldom, make_job
 from jobs._compose import read_config
 from jobs._schema import RunConfig, schema_of, typed
 from pipeline import InputOptions, OutputOptions, PromptOptions, Provenance, run
@@ -80,6 +80,7 @@ def main() -> None:
         write_prompts(source, num_rows=options.rows, num_words=options.words)
         config = typed(RunConfig, read_config("config", [f"input.path={source}"], schema=schema_of(RunConfig)))
         tokenizer = Tokenizer.load(config.model)
+        collect_seldom()
         job = make_job("chat", tokenizer, prompt=PromptOptions(), sampling=SamplingParams(max_tokens=options.tokens, temperature=0.0))
         profile = cProfile.Profile()
         if options.profile:
