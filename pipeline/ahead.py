@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from types import TracebackType
 from typing import Generic, TypeVar
@@ -22,12 +22,15 @@ class Ahead(Generic[T], Iterator[T]):
     have been. To leave the block is to wait for the item that is just being drawn, at most.
 
     Args:
-        most: items that are drawn and not yet taken, the one that is just being drawn among them.
+        most: one more item is drawn as long as those that are not taken yet weigh less than this.
+        weigh: an item's weight; by default each weighs 1.
     """
 
-    def __init__(self, source: Generator[T, None, None], *, most: int) -> None:
+    def __init__(self, source: Generator[T, None, None], *, most: int, weigh: Callable[[T], int] = lambda item: 1) -> None:
         self._source = source
         self._most = most
+        self._weigh = weigh
+        self._weight = 0
         self._items: deque[T] = deque()
         self._error: BaseException | None = None
         self._is_at_end = False
@@ -54,8 +57,10 @@ class Ahead(Generic[T], Iterator[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._is_at_end)
             if self._items:
+                item = self._items.popleft()
+                self._weight -= self._weigh(item)
                 self._changed.notify_all()
-                return self._items.popleft()
+                return item
         if self._error is not None:
             raise self._error
         raise StopIteration
@@ -67,6 +72,7 @@ class Ahead(Generic[T], Iterator[T]):
                     item = next(self._source)
                     with self._changed:
                         self._items.append(item)
+                        self._weight += self._weigh(item)
                         self._changed.notify_all()
         except StopIteration:
             pass
@@ -80,5 +86,5 @@ class Ahead(Generic[T], Iterator[T]):
     def _has_room(self) -> bool:
         """Wait until one more item may be drawn; False where none is wanted any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_over or len(self._items) < self._most)
+            self._changed.wait_for(lambda: self._is_over or self._weight < self._most)
             return not self._is_over

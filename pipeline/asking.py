@@ -19,8 +19,9 @@ from pipeline.job import Job
 from pipeline.reader import Reader
 from pipeline.types import Part, Record, RowError, RunError, ShardRows
 
-# Rows that are asked for together: enough for their texts to be encoded in one go, few enough for the first to be there soon.
-ROWS_A_BATCH = 64
+# Rows that are asked for together: at most enough for their texts to be encoded in one go, and at first, and where rows are long,
+# so few that the next ones are there soon and that a run can stop.
+_MOST_ROWS, _FIRST_ROWS, _BATCH_SECONDS = 64, 8, 0.1
 
 
 class Question(NamedTuple):
@@ -86,10 +87,15 @@ class Asking:
 def ask(job: Job, records: Iterable[Record]) -> Iterator[list[tuple[Record, Request | RowError]]]:
     """What each of ``records`` asks of the engine, or why it cannot be asked, in their order and a few dozen at a time."""
     source = iter(records)
-    while batch := list(islice(source, ROWS_A_BATCH)):
+    num_rows = _FIRST_ROWS
+    while batch := list(islice(source, num_rows)):
+        start = time.perf_counter()
         sound = [record for record in batch if record.error is None]
         prompts = dict(zip((record.index for record in sound), job.prompts.token_ids([record.columns for record in sound]), strict=True))
-        yield [(record, record.error or _request(job, record, prompts[record.index])) for record in batch]
+        asked = [(record, record.error or _request(job, record, prompts[record.index])) for record in batch]
+        is_quick = time.perf_counter() - start < _BATCH_SECONDS
+        num_rows = min(2 * num_rows, _MOST_ROWS) if is_quick else max(num_rows // 2, 1)
+        yield asked
 
 
 def _request(job: Job, record: Record, prompt: list[int] | RowError) -> Request | RowError:

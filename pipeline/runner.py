@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from engine import Completion, Request
 from pipeline.ahead import Ahead
-from pipeline.asking import ROWS_A_BATCH, Asking, Question
+from pipeline.asking import Asking, Question
 from pipeline.behind import Behind
 from pipeline.columns import OutputColumns, answered, failed
 from pipeline.folder import held
@@ -37,7 +37,7 @@ MAX_OPEN_ROWS = 4096
 MAX_OPEN_SHARDS = 256
 # Rows that the engine has at once: fewer than it would take, so that it asks before each step, which is when a run can stop.
 MAX_IN_FLIGHT = 4096
-# Rows that are ready before the engine asks for them: those of a few steps.
+# With fewer rows ready than this, the next few dozen are asked for: enough for a few steps.
 MAX_AHEAD_ROWS = 512
 # Full shards that wait for the one before them to be written and uploaded; after that the engine waits too.
 MAX_WAITING_PARTS = 2
@@ -184,7 +184,7 @@ class _Mill:
         self._gate = gate
         self._progress = progress
         self._asking = asking
-        self._ahead = Ahead(asking.batches(parts), most=MAX_AHEAD_ROWS // ROWS_A_BATCH)
+        self._ahead = Ahead(asking.batches(parts), most=MAX_AHEAD_ROWS, weigh=lambda batch: len(batch.questions))
         self._behind = Behind(self._commit, most=MAX_WAITING_PARTS)
         self._watchdog = Watchdog(stall_seconds, state=self._state)
         self._asked: dict[str | int, _Asked] = {}

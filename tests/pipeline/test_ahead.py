@@ -61,6 +61,14 @@ def test_never_more_are_drawn_than_there_is_room_for(most: int) -> None:
             assert next(ahead) == num_taken
 
 
+def test_items_count_by_their_weight() -> None:
+    source = Source(100)
+    with Ahead(source.items(), most=10, weigh=lambda number: number) as ahead:
+        time.sleep(0.1)
+        assert source.num_drawn == 5, "0, 1, 2, 3 and 4 weigh 10"
+        assert list(ahead) == list(range(100))
+
+
 @pytest.mark.parametrize("error", [ValueError("x"), OSError("x"), SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
 def test_an_error_is_raised_behind_the_items_before_it(error: BaseException) -> None:
     found = []

@@ -25,7 +25,7 @@ from pipeline.types import Shard
 class InTurn:
     """What Ahead and Behind do, by the one thread that asks: the reference."""
 
-    def __init__(self, what: Any, *, most: int) -> None:
+    def __init__(self, what: Any, **bounds: Any) -> None:
         self.what = what
         self.left: list[Any] = []
         self.seconds = 0.0
@@ -141,8 +141,8 @@ def test_rows_are_asked_for_a_bounded_number_ahead(run_job, write_jsonl, scripte
     path = write_jsonl([{"prompt": f"row {i}"} for i in range(600)])
     summary = run_job(path, engine=Looking(max_waiting=10), job=Counting(text_job().prompts), input={"rows_per_shard": 64})
     assert summary.num_ok == 600
-    assert max(ahead) <= 128 + 64, "those of the batch that the engine is being given are not ahead any more"
-    assert max(ahead[:400]) > 64
+    assert max(ahead) <= 128 + 64 + 64, "two batches may come on top: the last one drawn, and the one that the engine is being given"
+    assert max(ahead[:400]) >= 128
 
 
 def test_full_shards_wait_for_the_disk_in_a_bounded_number_and_on_the_disk(
