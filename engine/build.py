@@ -68,6 +68,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         vocabulary=tokenizer,
         grammars=Grammars(tokenizer, vocab_size=num_valid_tokens),
         stats=stats,
+        admission=kv_cache.admission,
     )
     sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed, choose=_choose(frame.backend))
     forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)

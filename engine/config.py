@@ -90,6 +90,8 @@ class KVCacheConfig:
     """How keys and values are held: ``format`` (auto is the model's dtype), ``block_size`` tokens a block.
 
     The pool has ``num_blocks`` blocks, or as many as fit in ``memory`` ("4GiB"), or a safe share of what is free.
+    ``admission`` safe starts only rows that the pool can hold to the end of their ``max_tokens``; optimistic starts more,
+    and where memory gets short the row with the least computed work gives way and is computed again later.
     """
 
     format: str = "auto"
@@ -97,11 +99,13 @@ class KVCacheConfig:
     memory: str | int | None = None
     num_blocks: int | None = None
     prefix_cache: bool = True
+    admission: str = "optimistic"
 
     def __post_init__(self) -> None:
         _require(1 <= self.block_size <= 1024, f"kv_cache.block_size: {self.block_size} is not in 1..1024")
         _require(self.num_blocks is None or self.num_blocks >= 1, f"kv_cache.num_blocks: {self.num_blocks} must be 1 or more")
         _require(self.memory is None or self.num_blocks is None, "kv_cache.memory and kv_cache.num_blocks: give one of the two")
+        _require(self.admission in ("safe", "optimistic"), f"kv_cache.admission: {self.admission!r} is not one of safe, optimistic")
         if self.memory is not None:
             parse_bytes(self.memory, key="kv_cache.memory")
 

@@ -75,6 +75,16 @@ class BlockManager:
     def num_cached(self) -> int:
         return self.tree.num_nodes
 
+    @property
+    def num_copies_due(self) -> int:
+        """Copies of open forked blocks that their owners take if all of them go on to write: the last one needs none."""
+        return sum(fork.num_owners - 1 for fork in self._forks.values() if fork.num_tokens < self.block_size)
+
+    def num_own_computed(self, seq: Sequence) -> int:
+        """Computed tokens of a running ``seq`` that no other sequence holds with it: what would be lost with it."""
+        shared = sum(node.locks > 1 for node in seq.nodes) + sum(block in self._forks for block in seq.blocks[len(seq.nodes) :])
+        return max(0, seq.num_computed - shared * self.block_size)
+
     def serve(self, queue: Queue) -> None:
         """Keep the blocks that ``queue`` will ask for as long as there are others to evict."""
         self._queue = queue

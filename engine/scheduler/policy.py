@@ -43,8 +43,8 @@ class PrefixFirst:
     """Waiting sequences in the depth-first order of the tree that their whole blocks form.
 
     Neighbours share their prefix while it is hot. Among the branches of one node the one with the longest answer goes
-    first, so that what is started last is short and the last steps are not for one long answer alone. Preempted sequences
-    go before all others, the oldest of them in front.
+    first, so that what is started last is short and the last steps are not for one long answer alone. Sequences that ran
+    before go before all others, who came back last in front.
 
     The very first to start is the one with the least to do, whatever its prefix: an answer that is there within seconds
     shows that a long job works, and costs it nothing.
@@ -73,7 +73,7 @@ class PrefixFirst:
         self._arrived[seq] = None
 
     def resume(self, seq: Sequence) -> None:
-        """Put back a sequence that ran before. The youngest is preempted first, so the oldest ends up in front."""
+        """Put back a sequence that ran before. Who loses least is preempted first, so who lost most ends up in front."""
         self._enter(seq)
         self._resumed.appendleft(seq)
 

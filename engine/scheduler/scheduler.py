@@ -15,6 +15,7 @@ from engine.rules import Vocabulary
 from engine.scheduler.admission import Admission
 from engine.scheduler.answers import answer, beam_answers, error
 from engine.scheduler.beams import Beams
+from engine.scheduler.headroom import Headroom
 from engine.scheduler.policy import PrefixFirst
 from engine.scheduler.stopping import ending
 from engine.sequence import Sequence
@@ -43,6 +44,7 @@ class Scheduler:
         vocab_size: token ids from here on are unknown to the model.
         vocabulary: reads stop texts and writes the answers' text; without one completions have none.
         grammars: compiles the forms that requests ask for; without them such requests are refused.
+        admission: ``safe`` admits only who can run to the end, so that nobody is preempted; ``optimistic`` is about throughput.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Scheduler:
         vocabulary: Vocabulary | None = None,
         grammars: Grammars | None = None,
         stats: Stats | None = None,
+        admission: str = "optimistic",
     ) -> None:
         assert max_num_batched_tokens >= max_num_seqs, "each running sequence needs a token a step"
         self.kv = kv
@@ -73,6 +76,7 @@ class Scheduler:
             vocabulary=vocabulary,
             grammars=grammars,
         )
+        self.headroom = Headroom(kv, admission=admission, max_num_seqs=max_num_seqs)
         self.stats = stats or Stats()
         self.waiting = PrefixFirst(block_size=kv.block_size)
         kv.serve(self.waiting)
@@ -183,23 +187,25 @@ class Scheduler:
     def _continue_running(self) -> list[Chunk]:
         """A token for each running sequence, so that all go on; prefills share the rest of the budget, oldest first.
 
-        Each takes the blocks it needs; where there are none, the youngest gives way.
+        Each takes the blocks it needs. Where there are none, others give way, never the oldest: so it comes to its end.
         """
-        chunks: list[Chunk] = []
+        chunks: dict[Sequence, Chunk] = {}
         budget = self.max_num_batched_tokens - len(self.running)
-        while len(chunks) < len(self.running):
-            seq = self.running[len(chunks)]
+        for seq in tuple(self.running):
             num_tokens = min(seq.num_pending, budget + 1)
-            if self.kv.reserve(seq, num_tokens):
-                chunks.append(_chunk(seq, num_tokens))
+            while seq.blocks and not self.kv.reserve(seq, num_tokens):
+                loser = min(self.running[1:], key=self.kv.num_own_computed)
+                self._preempt(loser)
+                budget += chunks.pop(loser).num_tokens if loser in chunks else 1
+            if seq.blocks:
+                chunks[seq] = _chunk(seq, num_tokens)
                 budget -= num_tokens - 1
-            else:
-                self._preempt(self.running.pop())
-        return chunks
+        return list(chunks.values())
 
     def _preempt(self, seq: Sequence) -> None:
         self.stats.num_preemptions += 1
         seq.num_lost = seq.num_computed
+        self.running.remove(seq)
         self.kv.release(seq)
         self.waiting.resume(seq)
 
@@ -208,6 +214,7 @@ class Scheduler:
         num_places = self._num_free_places
         if budget == 0 or num_places <= 0 or not len(self.waiting):
             return chunks
+        to_come = self.headroom.to_come(self.running)
         in_flight = {edge for seq in self.running if (edge := self.kv.next_edge(seq)) is not None}
         gate = b""  # tokens that are being computed right now: who begins with them waits
         for seq in self.waiting.candidates(limit=_SCAN_FACTOR * self.max_num_seqs):
@@ -219,9 +226,10 @@ class Scheduler:
             if self._twin_is_computing(self.kv.edge_after(seq, prefix), in_flight):
                 gate = seq.tokens[: (len(prefix) + 1) * self.kv.block_size].tobytes()
                 continue
-            # One spare block for each sequence in flight keeps the next few steps from preempting who was just admitted.
-            if not self.kv.admit(seq, prefix, spare=len(self.running)):
+            spare = to_come + self.headroom.of(seq) - self.kv.blocks_for(len(seq.tokens))
+            if not self.kv.admit(seq, prefix, spare=spare):
                 break
+            to_come += self.headroom.of(seq)
             self.waiting.remove(seq)
             self.running.append(seq)
             num_places -= seq.num_places
@@ -268,7 +276,7 @@ class Scheduler:
         """Let ``seq`` go on as ``branch``, itself and forks of it: these share its blocks, or wait for a place."""
         runs = seq in self.running
         for child in branch[1:] if runs else branch:
-            if runs and self._num_free_places > 0:
+            if runs and self._num_free_places > 0 and self.headroom.has_room_for_fork(seq, self.running):
                 self.kv.fork(seq, child)
                 self.running.append(child)
             else:
@@ -307,6 +315,7 @@ class Scheduler:
         if reason is None or seq.request.id not in self._samples:
             return []
         self._drop(seq)
+        self.headroom.learn(seq)
         samples = self._samples[seq.request.id]
         samples.append(answer(seq, reason, vocabulary=self.vocabulary))
         if len(samples) < seq.request.sampling.n:

@@ -79,7 +79,17 @@ class OracleEngine(Engine):
     """The real loop, scheduler and block manager over the fake device; every step ends with a check of the pool."""
 
     def __init__(
-        self, *, num_blocks, block_size, vocab_size=7, budget=32, max_num_seqs=8, max_model_len=10_000, prefix_cache=True, copies_parts=True
+        self,
+        *,
+        num_blocks,
+        block_size,
+        vocab_size=7,
+        budget=32,
+        max_num_seqs=8,
+        max_model_len=10_000,
+        prefix_cache=True,
+        copies_parts=True,
+        admission="optimistic",
     ) -> None:
         kv = BlockManager(num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, copies_parts=copies_parts)
         scheduler = Scheduler(
@@ -89,6 +99,7 @@ class OracleEngine(Engine):
             max_model_len=max_model_len,
             eos_token_ids={EOS},
             vocab_size=1000,
+            admission=admission,
         )
         device = OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, budget=budget)
         super().__init__(scheduler=scheduler, runner=device)

@@ -23,7 +23,7 @@ WAYS = {
     "in one batch": {},
     "shuffled, cache off, blocks of 32": {"shuffle": True, "prefix_cache": False, "block_size": 32},
     "one at a time": {"max_num_seqs": 1},
-    "a pool that preempts": {"scarce": True, "block_size": 4},
+    "a pool that preempts": {"scarce": True, "block_size": 1},
 }
 
 
@@ -35,7 +35,7 @@ def read(path: Path) -> list[dict]:
 def answer(rows, *, attention, max_tokens, shuffle=False, scarce=False, max_num_seqs=64, prefix_cache=True, block_size=16):
     """Completions by row id, and the engine's numbers."""
     longest = max(len(row["prompt_token_ids"]) for row in rows) + max_tokens
-    num_blocks = -(-longest // block_size) + 6 if scarce else None
+    num_blocks = longest + 50 if scarce else None  # of one token each: room for the longest row, or for two of the shorter ones
     engine = Engine.from_config(
         model=MODEL,
         engine=EngineConfig(attention=attention, max_num_seqs=max_num_seqs),

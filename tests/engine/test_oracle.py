@@ -58,14 +58,17 @@ def by_request(completions) -> dict:
     return answers
 
 
-@SETTINGS
+@pytest.mark.parametrize("admission", ["safe", "optimistic"])
+@settings(max_examples=1000, deadline=None)
 @given(workloads())
-def test_answers_do_not_depend_on_what_else_runs(oracle_engine, answers_alone, workload):
+def test_answers_do_not_depend_on_what_else_runs(oracle_engine, answers_alone, admission, workload):
+    """Optimistic admission never hangs, or the engine would raise; safe admission never preempts."""
     requests, shape = workload
-    engine = oracle_engine(**shape)
+    engine = oracle_engine(**shape, admission=admission)
     assert by_request(engine.generate(iter(requests))) == {r.id: answers_alone(r) for r in requests}
     assert engine.scheduler.kv.num_held == 0, "every block is free or cached when nothing runs"
     stats = engine.stats
+    assert admission == "optimistic" or stats.num_preemptions == 0
     assert stats.num_prompt_tokens == sum(len(r.prompt_token_ids) for r in requests)
     assert engine.runner.num_computed == stats.num_step_tokens
     if not any(r.sampling.uses_beams for r in requests):  # a search also computes beams that come to nothing

@@ -246,7 +246,7 @@ def test_going_round_in_circles_is_named(oracle_engine):
 
     def preempt_all_first():
         while scheduler.running:
-            scheduler._preempt(scheduler.running.pop())
+            scheduler._preempt(scheduler.running[-1])
         return schedule()
 
     scheduler.schedule = preempt_all_first
@@ -255,13 +255,18 @@ def test_going_round_in_circles_is_named(oracle_engine):
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Random submits, steps and aborts: the pool's check passes after each, and nothing is held at the end."""
+    """Random submits, steps and aborts: the pool's check passes after each, nothing is held at the end, safe never preempts."""
 
-    @initialize(block_size=st.integers(1, 4), num_blocks=st.integers(8, 24), prefix_cache=st.booleans(), budget=st.integers(4, 24))
-    def start(self, block_size, num_blocks, prefix_cache, budget):
-        self.engine = self.make(
-            num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, budget=budget, max_num_seqs=4, max_model_len=24
-        )
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(8, 24),
+        prefix_cache=st.booleans(),
+        budget=st.integers(4, 24),
+        admission=st.sampled_from(["safe", "optimistic"]),
+    )
+    def start(self, **shape):
+        self.engine = self.make(**shape, max_num_seqs=4, max_model_len=24)
+        self.is_safe = shape["admission"] == "safe"
         self.num_submitted = 0
         self.live: set[int] = set()
 
@@ -297,6 +302,7 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.engine.scheduler.kv.check(self.engine.scheduler.running)
             assert self.engine.scheduler.has_work == bool(self.live)
+            assert not self.is_safe or self.engine.stats.num_preemptions == 0
 
     def teardown(self):
         if hasattr(self, "engine"):
