@@ -19,6 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if TYPE_CHECKING:
     from engine import plugins
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig, parse_bytes
+    from engine.context import context_length
     from engine.forecast import Forecast, Outlook, Pool
     from engine.grammar.compiler import check_grammar
     from engine.grammar.spec import Grammar
@@ -44,6 +45,7 @@ __all__ = [
     "Tokenizer",
     "cache_root",
     "check_grammar",
+    "context_length",
     "model_identity",
     "parse_bytes",
     "plugins",
@@ -65,6 +67,7 @@ _HOME = {
     "cache_root": "engine.weights.cache",
     "model_identity": "engine.weights.identity",
     "check_grammar": "engine.grammar.compiler",
+    "context_length": "engine.context",
     "parse_bytes": "engine.config",
 }
 

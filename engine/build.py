@@ -15,6 +15,7 @@ from engine.attention.backend import AttentionBackend, AttentionSpec
 from engine.attention.backends import cpu
 from engine.attention.select import select
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
+from engine.context import max_model_len
 from engine.device import Device
 from engine.forecast import Forecast, Pool
 from engine.grammar.compiler import Grammars
@@ -126,7 +127,7 @@ class _Frame:
         device = Device.find(engine.device, threads=engine.threads)
         dtype = device.dtype(model.dtype)
         spec = read_spec(model)
-        max_model_len = _max_model_len(engine, spec)
+        context = max_model_len(engine, spec=spec)
         kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
         attention = _attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format)
         backend = select(engine.attention, spec=attention)
@@ -137,7 +138,7 @@ class _Frame:
             device=device,
             dtype=dtype,
             spec=spec,
-            max_model_len=max_model_len,
+            max_model_len=context,
             backend=backend,
             block_shape=shape,
             block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape),
@@ -160,13 +161,6 @@ def _refuse_int8(backend: AttentionBackend[Any], spec: AttentionSpec) -> None:
     if not isinstance(backend, cpu.Backend):
         reason = cpu.refuse(spec) or "engine.attention names another backend"
         raise ValueError(f"model.weights: int8 runs on the CPU's own kernels only, and here they do not: {reason}")
-
-
-def _max_model_len(engine: EngineConfig, spec: DecoderSpec) -> int:
-    limit = spec.max_position_embeddings
-    if engine.max_model_len is not None and engine.max_model_len > limit:
-        raise ValueError(f"engine.max_model_len: {engine.max_model_len} is over the {limit} positions that the model knows")
-    return engine.max_model_len or limit
 
 
 def _attention_spec(

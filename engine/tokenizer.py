@@ -167,6 +167,13 @@ class Tokenizer:
         """The text of ``ids``, blanks exactly as the tokens have them; bytes that are no UTF-8 become U+FFFD."""
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
+    def token_ends(self, text: str) -> list[int]:
+        """For each token of ``text``, as it is encoded alone, the place in it just behind the token.
+
+        Of several tokens that make up one character each ends behind it.
+        """
+        return [end for _, end in self._backend.encode(text, add_special_tokens=False).offsets]
+
     def incremental_decoder(self, *, skip_special_tokens: bool = True) -> IncrementalDecoder:
         return IncrementalDecoder(self, skip_special_tokens=skip_special_tokens)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar, cast
 
-from engine import Engine, SamplingParams, Tokenizer, plugins
+from engine import Engine, EngineConfig, ModelConfig, SamplingParams, Tokenizer, context_length, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
@@ -79,8 +79,10 @@ def read_run(overrides: list[str]) -> RunConfig:
     )
 
 
-def make_job(name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams) -> Job:
-    """The job that ``jobs/<name>.py`` makes.
+def make_job(
+    name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams, model: ModelConfig, engine: EngineConfig
+) -> Job:
+    """The job that ``jobs/<name>.py`` makes; ``model`` and ``engine`` are those that its prompts are for.
 
     Raises:
         ValueError: there is no such job, or it refuses the settings.
@@ -88,7 +90,8 @@ def make_job(name: str, tokenizer: Tokenizer, *, prompt: PromptOptions, sampling
     module = plugins.load("jobs", name, key="job.name")
     if not hasattr(module, "make"):
         raise ValueError(f"job.name: {name!r} is a command and no job; start it as: pagemill {name}")
-    return cast(Job, module.make(tokenizer, prompt=prompt, sampling=sampling))
+    context = None if prompt.on_overflow == "error" else context_length(model, engine)
+    return cast(Job, module.make(tokenizer, prompt=prompt, sampling=sampling, max_model_len=context))
 
 
 def run_once(config: RunConfig) -> int:
@@ -99,7 +102,7 @@ def run_once(config: RunConfig) -> int:
     """
     leave_at_once()
     tokenizer = Tokenizer.load(config.model)
-    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     stop = Stop()
 
     def load_engine() -> Engine:
@@ -166,6 +169,8 @@ def _told(summary: Summary) -> str:
             f"{numbers['generated_tokens']:,} generated in {numbers['wall_s'] - numbers['load_s']:.1f} s "
             f"after {numbers['load_s']:.1f} s of loading"
         )
+    if numbers["prompts_truncated"]:
+        lines.append(f"{numbers['prompts_truncated']:,} prompts were too long and cut to fit (prompt.on_overflow)")
     if summary.num_errors:
         lines.append(f"errors:  {summary.output_path}/errors.jsonl")
     return "\n".join([*lines, f"answers: {summary.parts}"])

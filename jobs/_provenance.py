@@ -79,6 +79,7 @@ def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "prompt.response_format": config.prompt.text("response_format"),
         "prompt.messages_column": config.prompt.messages_column,
         "prompt.control_words": config.prompt.control_words,
+        "prompt.on_overflow": None if config.prompt.on_overflow == "error" else config.prompt.on_overflow,
         "prompt.continue_final_message": config.prompt.continue_final_message,
         "input.columns": config.input.columns,
         "input.id_column": config.input.id_column,

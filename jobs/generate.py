@@ -6,5 +6,5 @@ from engine import SamplingParams, Tokenizer
 from pipeline import Job, PromptOptions, Prompts, TextJob
 
 
-def make(tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams) -> Job:
-    return TextJob(Prompts(tokenizer, options=prompt, sampling=sampling, chat=False))
+def make(tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams, max_model_len: int | None = None) -> Job:
+    return TextJob(Prompts(tokenizer, options=prompt, sampling=sampling, chat=False, max_model_len=max_model_len))

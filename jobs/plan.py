@@ -54,7 +54,7 @@ def plan_run(config: RunConfig) -> Plan:
         ValueError: the run would be refused; the message names the key.
     """
     tokenizer = Tokenizer.load(config.model)
-    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     forecast = Forecast.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
     return plan(job, input=config.input, output=config.output, forecast=forecast, limit=config.limit, progress=config.progress)
 

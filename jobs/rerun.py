@@ -76,7 +76,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     conditions = [Condition.parse(text) for text in where]
     config = with_overrides(recorded(archive), overrides)
     tokenizer = Tokenizer.load(config.model)
-    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     known = list(archive.shards.values())
     whole = open_reader(
         config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=str(archive.folder.absolute())

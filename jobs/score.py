@@ -55,8 +55,8 @@ class ScoreJob:
         }
 
 
-def make(tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams) -> Job:
-    return ScoreJob(Prompts(tokenizer, options=prompt, sampling=sampling, chat=False))
+def make(tokenizer: Tokenizer, *, prompt: PromptOptions, sampling: SamplingParams, max_model_len: int | None = None) -> Job:
+    return ScoreJob(Prompts(tokenizer, options=prompt, sampling=sampling, chat=False, answers=False, max_model_len=max_model_len))
 
 
 def _perplexity(mean_logprob: float) -> float:

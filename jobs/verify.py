@@ -105,7 +105,7 @@ def _note(config: RunConfig) -> str | None:
 def _compared(archive: Archive, chosen: Sequence[Chosen], *, config: RunConfig, place: str) -> Iterator[str]:
     """The differences of ``chosen``, whose settings are ``config``; ``place`` is the answers' folder, which is no input."""
     tokenizer = Tokenizer.load(config.model)
-    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     known = list(archive.shards.values())
     reader = open_reader(config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=place)
     job.check(reader.schema)

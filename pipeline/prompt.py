@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.sandbox import SandboxedEnvironment
-
 from engine import Grammar, SamplingParams
+from pipeline.overflow import MODES, Overflow
 from pipeline.response_format import job_format, row_format
+from pipeline.row_template import RowTemplate, text_of
 from pipeline.types import RowError
 
 Message = dict[str, Any]
@@ -34,6 +32,10 @@ class Tokenizer(Protocol):
 
     def hide_control_words(self, text: str) -> str:
         """``text`` for use in a larger one: ``encode_batch`` then takes the control words in it for plain text."""
+        ...
+
+    def token_ends(self, text: str) -> Sequence[int]:
+        """For each token of a plain ``text`` the place in it just behind that token."""
         ...
 
     def chat_text(
@@ -66,6 +68,8 @@ class PromptOptions:
     of type regex or choice. ``messages_column`` is where conversations are read from. Control words such as <|im_end|> in
     what a row brings are plain text, unless ``control_words`` says that they are control tokens. A conversation that ends
     with the assistant's message is refused, unless ``continue_final_message`` says that the answer goes on from there.
+    ``on_overflow`` is what becomes of a prompt that leaves no room for ``max_tokens`` (see ``pipeline.overflow``): with error
+    it stays as it is, and is an error row where the context cannot hold it at all.
     """
 
     system: str | None = None
@@ -77,8 +81,11 @@ class PromptOptions:
     messages_column: str = "messages"
     control_words: bool = False
     continue_final_message: bool = False
+    on_overflow: str = "error"
 
     def __post_init__(self) -> None:
+        if self.on_overflow not in MODES:
+            raise ValueError(f"prompt.on_overflow: {self.on_overflow!r} is not one of {', '.join(MODES)}")
         for key in ("system", "template", "response_format"):
             if getattr(self, key) is not None and getattr(self, f"{key}_file") is not None:
                 raise ValueError(f"prompt.{key} and prompt.{key}_file: give one of the two")
@@ -104,18 +111,29 @@ class Prompts:
 
     ``messages`` rows always go through the chat template, ``prompt_token_ids`` never. A row may fill one of the three
     prompt columns. Empty text is an error row; blanks are text. A conversation ends in an open assistant turn; one with a
-    system message only is an error row.
+    system message only is an error row. ``max_model_len`` is what prompts are cut for, where ``options`` say that they are;
+    they leave room for what the row's sampling may generate, or none where no ``answers`` follow.
 
     Attributes:
         defaults: the job's sampling, which a row's ``sampling_params`` go before.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, options: PromptOptions, sampling: SamplingParams, chat: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        options: PromptOptions,
+        sampling: SamplingParams,
+        chat: bool,
+        answers: bool = True,
+        max_model_len: int | None = None,
+    ) -> None:
         """Raises ValueError for settings that contradict each other or a template that does not compile."""
         self.tokenizer = tokenizer
         self._messages_column = options.messages_column
         self.defaults = sampling
         self._chat = chat
+        self._answers = answers
         self._control_words = options.control_words
         self._continues = options.continue_final_message
         self._warned = False
@@ -125,6 +143,7 @@ class Prompts:
         self._template = None if text is None else RowTemplate(text, change=self._plain)
         if self._system is not None and not chat:
             raise ValueError("prompt.system: this job leaves prompts as raw text and has no place for it; use job=chat or drop it")
+        self._overflow = None if options.on_overflow == "error" else self._cutter(options.on_overflow, max_model_len=max_model_len)
 
     @property
     def columns(self) -> Sequence[str]:
@@ -155,11 +174,44 @@ class Prompts:
                 "set model.chat_template to one (text or a file), or use job=generate with raw prompts"
             )
 
-    def token_ids(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int] | RowError]:
-        """The ids of each row's prompt, given its columns, or why it has none: ``empty_prompt``, ``bad_row`` or ``template_error``.
+    @property
+    def num_truncated(self) -> int:
+        """Prompts that were cut so far."""
+        return 0 if self._overflow is None else self._overflow.num_truncated
 
-        Texts are encoded together, which is cheaper than one by one and gives the same ids.
+    def token_ids(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int] | RowError]:
+        """The ids of each row's prompt, given its columns, cut where ``on_overflow`` asks for it.
+
+        Or why it has none: ``empty_prompt``, ``bad_row`` or ``template_error``, and ``bad_params`` where the room depends on
+        them. Texts are encoded together, which is cheaper than one by one and gives the same ids.
         """
+        found = self._whole(rows)
+        return found if self._overflow is None else [self._fitted(ids, columns) for ids, columns in zip(found, rows, strict=True)]
+
+    def _fitted(self, ids: list[int] | RowError, columns: Mapping[str, Any]) -> list[int] | RowError:
+        assert self._overflow is not None
+        if isinstance(ids, RowError):
+            return ids
+        try:
+            room = self.sampling(columns).max_tokens if self._answers else 0
+            return self._overflow.fitted(ids, columns, build=self._whole_of_one, max_tokens=room)
+        except Exception as error:  # whatever a row does to its own handling is that row's error
+            return RowError.of(error)
+
+    def _whole_of_one(self, columns: Mapping[str, Any]) -> list[int]:
+        (ids,) = self._whole([columns])
+        if isinstance(ids, RowError):
+            raise ids
+        return ids
+
+    def _cutter(self, mode: str, *, max_model_len: int | None) -> Overflow:
+        assert max_model_len is not None, "there is nothing to cut prompts for"
+        names = None if self._template is not None and self._template.takes_all else self.columns
+        messages = self._messages_column if self._template is None else None
+        ends = self.tokenizer.token_ends
+        return Overflow(mode, columns=names, messages_column=messages, token_ends=ends, max_model_len=max_model_len)
+
+    def _whole(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int] | RowError]:
         drafts = [self._draft(columns) for columns in rows]
         found = [draft if not isinstance(draft, _Text) else [] for draft in drafts]
         for is_raw in (True, False):
@@ -194,7 +246,7 @@ class Prompts:
             raise RowError("bad_row", f"{' and '.join(given)}: a row may fill one of them only")
         ((name, value),) = given.items()
         if name == "prompt":
-            return self._from_text(self._plain(_text(value, name="prompt")), columns)
+            return self._from_text(self._plain(text_of(value, name="prompt")), columns)
         if name == "prompt_token_ids":
             return _checked_ids(value)
         return self._from_chat(_conversation(value, name=self._messages_column, continues=self._continues), columns)
@@ -266,68 +318,6 @@ class Prompts:
         return _Text(text, is_raw=False)
 
 
-class RowTemplate:
-    """A Jinja template over a row's columns, in Jinja's sandbox.
-
-    A column whose name is no identifier is reached as ``row["its name"]``. A null or unknown column that would be
-    printed is an error, so the word None never gets into a prompt; write ``{{ context or "" }}`` to allow it. What an
-    expression prints goes through ``change``, the template's own text does not.
-
-    Attributes:
-        names: every column that the template mentions by name, but for those that are also Jinja's (``range``), which a column
-            of that name goes before.
-        required: those of them that it does not test with ``is defined`` or give a ``default``.
-    """
-
-    def __init__(self, text: str, *, change: Callable[[str], str]) -> None:
-        environment = SandboxedEnvironment(
-            undefined=jinja2.StrictUndefined, finalize=lambda value: change(_printable(value)), autoescape=False
-        )
-        try:
-            tree = environment.parse(text)
-            self._template = environment.from_string(text)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(f"prompt.template: line {error.lineno}: {error.message}") from error
-        free = meta.find_undeclared_variables(tree)  # without Jinja's own names, which a column may have too
-        self._whole_row = "row" in free
-        self._own = {node.name for node in tree.find_all(nodes.Name)} & set(environment.globals)
-        tested = [node.node for node in tree.find_all(nodes.Test) if node.name in ("defined", "undefined")]
-        guards = [*tested, *(node.node for node in tree.find_all(nodes.Filter) if node.name in ("default", "d"))]
-        guarded = {node.name for node in guards if isinstance(node, nodes.Name)}
-        self.names = tuple(sorted(free - {"row"}))
-        self.required = tuple(name for name in self.names if name not in guarded)
-
-    def render(self, columns: Mapping[str, Any]) -> str:
-        """Raises RowError ``template_error`` with Jinja's own message."""
-        try:
-            values = {name: columns[name] for name in (*self.names, *self._own) if name in columns}
-            if self._whole_row:
-                values["row"] = columns
-            return self._template.render(values)
-        except RowError:
-            raise
-        except Exception as error:  # a template is a user's program and may raise anything
-            raise RowError("template_error", f"prompt.template: {error}") from error
-
-
-def _printable(value: Any) -> str:
-    if value is None:
-        raise RowError("template_error", 'prompt.template prints a null; write {{ name or "" }} where a column may be null')
-    return _text(value, name="prompt.template") if isinstance(value, bytes) else str(value)
-
-
-def _text(value: Any, *, name: str) -> str:
-    """Text as it is; bytes (a binary Parquet column) are read as UTF-8."""
-    if isinstance(value, bytes):
-        try:
-            return value.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise RowError("bad_row", f"{name}: the bytes are no UTF-8 text: {error}") from error
-    if not isinstance(value, str):
-        raise RowError("bad_row", f"{name}: {value!r} is no text")
-    return value
-
-
 def _from_json(value: Any, *, name: str, code: Any) -> Any:
     if not isinstance(value, (str, bytes)):
         return value
@@ -394,11 +384,11 @@ def _message(item: Any, *, name: str) -> Message:
         content = "".join(_part(part, name=f"{name}.content") for part in content)
     elif content is None:
         raise RowError("bad_row", f"{name}.content: missing or null")
-    return message | {"content": _text(content, name=f"{name}.content")}
+    return message | {"content": text_of(content, name=f"{name}.content")}
 
 
 def _part(part: Any, *, name: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(part, Mapping) or kind != "text":
         raise RowError("bad_row", f"{name}: a part of type {kind!r} is not served; only text parts are")
-    return _text(part.get("text"), name=f"{name}.text")
+    return text_of(part.get("text"), name=f"{name}.text")

@@ -25,7 +25,8 @@ class Metrics:
     """The counters of one run. All rows are input rows: ``rows_total`` of the input, ``rows_resumed`` answered before.
 
     Of the others ``rows_taken`` were looked at so far, ``rows_asked`` went to the engine, ``rows_done`` are answered, and
-    ``rows_failed`` of these are error rows. Times are seconds since the process began. Tokens are counted as rows finish.
+    ``rows_failed`` of these are error rows. ``prompts_truncated`` were cut to fit (``prompt.on_overflow``). Times are seconds
+    since the process began. Tokens are counted as rows finish.
     """
 
     rows_total: int
@@ -34,6 +35,7 @@ class Metrics:
     rows_asked: int = 0
     rows_done: int = 0
     rows_failed: int = 0
+    prompts_truncated: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -95,6 +97,7 @@ class Metrics:
             "rows_ok": rows_ok,
             "rows_error": rows_error,
             "rows_resumed": self.rows_resumed,
+            "prompts_truncated": self.prompts_truncated,
             "prompt_tokens": self.prompt_tokens,
             "cached_prompt_tokens": self.cached_tokens,
             "computed_prompt_tokens": self.prompt_tokens - self.cached_tokens,

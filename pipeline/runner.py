@@ -130,6 +130,7 @@ def run(
             stall_seconds=limits.stall_seconds,
         )
         stopped = mill.run(engine) if engine is not None else None
+        metrics.prompts_truncated = job.prompts.num_truncated
         with _writing():
             return summarise(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, stopped=stopped)
 

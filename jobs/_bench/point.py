@@ -127,7 +127,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
 def _requests(config: BenchConfig, tokenizer: Tokenizer, *, vocab_size: int) -> list[Request]:
     if not config.input.path:
         return list(synthetic(config.bench, vocab_size=vocab_size, sampling=config.sampling, seed=config.seed))[: config.limit]
-    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling)
+    job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     requests = list(from_file(config.input, job=job, limit=config.limit))
     if not requests:
         raise ValueError(f"input.path: {config.input.path} has no rows")

@@ -81,7 +81,8 @@ def main() -> None:
         config = typed(RunConfig, read_config("config", [f"input.path={source}"], schema=schema_of(RunConfig)))
         tokenizer = Tokenizer.load(config.model)
         collect_seldom()
-        job = make_job("chat", tokenizer, prompt=PromptOptions(), sampling=SamplingParams(max_tokens=options.tokens, temperature=0.0))
+        sampling = SamplingParams(max_tokens=options.tokens, temperature=0.0)
+        job = make_job("chat", tokenizer, prompt=PromptOptions(), sampling=sampling, model=config.model, engine=config.engine)
         profile = cProfile.Profile()
         if options.profile:
             profile.enable()

@@ -23,12 +23,14 @@ CHANGES = [
     ("sampling.n=3", {"sampling.n"}),
     ("seed=9", {"seed"}),
     ("prompt.system=kind", {"prompt.system"}),
+    ("prompt.on_overflow=truncate_left", {"prompt.on_overflow"}),
     ("input.id_column=name", {"input.id_column"}),
     ("output.prefix=p_", {"output.prefix"}),
 ]
 NO_CHANGES = ["engine.threads=1", "engine.max_num_seqs=3", "engine.attention=reference", "kv_cache.num_blocks=99", "kv_cache.block_size=8"]
 NO_CHANGES += [
     "kv_cache.prefix_cache=false",
+    "kv_cache.admission=safe",
     "input.rows_per_shard=3",
     "limit=5",
     "deadline=2h",

@@ -31,6 +31,9 @@ class ByteTokenizer:
     def hide_control_words(self, text: str) -> str:
         return text
 
+    def token_ends(self, text: str) -> list[int]:
+        return [place + 1 for place, char in enumerate(text) for _ in char.encode("utf-8")]
+
     def chat_text(
         self,
         messages: Sequence[Mapping[str, Any]],
