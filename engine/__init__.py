@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from engine.forecast import Forecast, Outlook, Pool
     from engine.grammar.compiler import check_grammar
     from engine.grammar.spec import Grammar
+    from engine.kv.capacity import Capacity
     from engine.loop import Engine
     from engine.sampling_params import SamplingParams
-    from engine.tokenizer import Tokenizer
+    from engine.tokenizer import Tokenizer, TokenizerMissing
     from engine.weights.cache import cache_root
     from engine.weights.identity import model_identity
 from engine.types import Completion, Request
 
 __all__ = [
+    "Capacity",
     "Completion",
     "Engine",
     "EngineConfig",
@@ -43,6 +45,7 @@ __all__ = [
     "Request",
     "SamplingParams",
     "Tokenizer",
+    "TokenizerMissing",
     "cache_root",
     "check_grammar",
     "context_length",
@@ -52,6 +55,7 @@ __all__ = [
 ]
 
 _HOME = {
+    "Capacity": "engine.kv.capacity",
     "Completion": "engine.types",
     "Engine": "engine.loop",
     "EngineConfig": "engine.config",
@@ -64,6 +68,7 @@ _HOME = {
     "Request": "engine.types",
     "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
+    "TokenizerMissing": "engine.tokenizer",
     "cache_root": "engine.weights.cache",
     "model_identity": "engine.weights.identity",
     "check_grammar": "engine.grammar.compiler",

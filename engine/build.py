@@ -20,7 +20,8 @@ from engine.device import Device
 from engine.forecast import Forecast, Pool
 from engine.grammar.compiler import Grammars
 from engine.kernels.cpu.draw import NativeChoice
-from engine.kv.format import format_name
+from engine.kv.capacity import Capacity
+from engine.kv.format import format_name, load_format
 from engine.kv.manager import BlockManager
 from engine.kv.sizing import bytes_per_block, pool_size
 from engine.kv.store import KVStore
@@ -36,7 +37,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.tokenizer import Tokenizer
-from engine.weights import load_model, read_spec
+from engine.weights import load_model, read_kv_shape, read_spec
 
 
 def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Engine:
@@ -107,6 +108,28 @@ def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
         prefix_cache=kv_cache.prefix_cache,
     )
     return Forecast(admission=admission, pool=pool)
+
+
+def capacity(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, num_bytes: int | None = None) -> Capacity:
+    """What fits into a KV pool of ``num_bytes``, None for that of the settings; asks no more of the model than its config.json.
+
+    Raises:
+        ValueError: there is no such model, or its config does not tell the sizes; the message names the key.
+    """
+    device = Device.find(engine.device)
+    kv_format = format_name(kv_cache.format, model_dtype=str(device.dtype(model.dtype)).removeprefix("torch."))
+    shape = read_kv_shape(model)
+    sizes = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    block_bytes = bytes_per_block(load_format(kv_format), block_size=kv_cache.block_size, **sizes)
+    if num_bytes is None and kv_cache.memory_bytes is None:
+        num_bytes = block_bytes * pool_size(kv_cache, block_bytes=block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
+    return Capacity.of(
+        format=kv_format,
+        num_bytes=num_bytes or kv_cache.memory_bytes or 0,
+        max_model_len=engine.max_model_len or shape.max_position_embeddings,
+        block_size=kv_cache.block_size,
+        **sizes,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from engine.types import Completion, Request
 
 if TYPE_CHECKING:
     from engine.config import EngineConfig, KVCacheConfig, ModelConfig
+    from engine.kv.capacity import Capacity
     from engine.tokenizer import Tokenizer
 
 
@@ -85,6 +86,19 @@ class Forecast:
         self._longest_sequence = 0
         self._num_sequences = 0
         self._num_cut = 0
+
+    @classmethod
+    def capacity(cls, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, num_bytes: int | None = None) -> Capacity:
+        """How many sequences fit in a pool of ``num_bytes``, of any model that has a config.json, whether its kind is served or not.
+
+        None: the bytes that the settings give the pool, else a safe share of what is free here with no weights loaded.
+
+        Raises:
+            ValueError: there is no such model, or its config does not tell the sizes; the message names the key.
+        """
+        from engine.build import capacity
+
+        return capacity(model=model, engine=engine, kv_cache=kv_cache, num_bytes=num_bytes)
 
     @classmethod
     def from_config(

@@ -23,6 +23,10 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 _PRIVATE_USE = 0xF0000  # supplementary private-use area: characters that no text has a meaning for, 65,534 of them
 
 
+class TokenizerMissing(ValueError):
+    """The model comes without a tokenizer."""
+
+
 class Tokenizer:
     """One model's vocabulary. ``vocab_size`` is the highest id + 1: ids from there on mean nothing.
 
@@ -62,7 +66,7 @@ class Tokenizer:
         folder = model if config.tokenizer is None else tokenizer_folder(config.tokenizer)
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ValueError(
+            raise TokenizerMissing(
                 f"model.tokenizer: {folder} has no tokenizer.json; name a folder or hub id that has one "
                 "(AutoTokenizer.from_pretrained(...).save_pretrained(folder) writes it)"
             )

@@ -54,6 +54,7 @@ class Plan:
         failures: error code -> the rows that would be error rows.
         shortest_prompt, longest_prompt: tokens; rows that are too long count, those without a prompt do not.
         context_needed: most tokens of a prompt with its whole ``max_tokens``, too long or not.
+        num_truncated: prompts that are cut to fit (``prompt.on_overflow``).
         columns: the schema of every part.
         lint: what looks amiss, a sentence each.
     """
@@ -63,6 +64,7 @@ class Plan:
     shortest_prompt: int
     longest_prompt: int
     context_needed: int
+    num_truncated: int
     outlook: Outlook
     pool: Pool
     columns: pa.Schema
@@ -100,6 +102,7 @@ class Plan:
             "rows_too_long": too_long.num_rows,
             "rows_too_long_first": list(too_long.first),
             "rows_error_by_code": {code: failures.num_rows for code, failures in self.failures.items()},
+            "prompts_truncated": self.num_truncated,
             "prompt_tokens": outlook.num_prompt_tokens,
             "prompt_tokens_min": self.shortest_prompt,
             "prompt_tokens_mean": self.mean_prompt,
@@ -137,7 +140,7 @@ def plan(
     tally = _Tally()
     for record, asked in _asked(job, reader, progress=progress):
         tally.count(record, asked, forecast)
-    return tally.plan(forecast, columns=columns.schema)
+    return tally.plan(forecast, columns=columns.schema, num_truncated=job.prompts.num_truncated)
 
 
 def _asked(job: Job, reader: Reader, *, progress: bool) -> Iterator[tuple[Record, Request | RowError]]:
@@ -173,7 +176,7 @@ class _Tally:
         if refused is not None:
             self._fail(refused.error_code or "engine_error", record)
 
-    def plan(self, forecast: Forecast, *, columns: pa.Schema) -> Plan:
+    def plan(self, forecast: Forecast, *, columns: pa.Schema, num_truncated: int) -> Plan:
         outlook = forecast.outlook()
         return Plan(
             num_rows=self.num_rows,
@@ -181,10 +184,11 @@ class _Tally:
             shortest_prompt=self.shortest_prompt or 0,
             longest_prompt=self.longest_prompt,
             context_needed=self.context_needed,
+            num_truncated=num_truncated,
             outlook=outlook,
             pool=forecast.pool,
             columns=columns,
-            lint=list(self._lint(outlook, forecast.pool)),
+            lint=list(self._lint(outlook, forecast.pool, num_truncated=num_truncated)),
         )
 
     def _fail(self, code: str, record: Record) -> None:
@@ -200,7 +204,9 @@ class _Tally:
         self.context_needed = max(self.context_needed, len(ids) + request.sampling.max_tokens)
         self.tail = list(ids) if self.tail is None else _common_tail(self.tail, ids)
 
-    def _lint(self, outlook: Outlook, pool: Pool) -> Iterator[str]:
+    def _lint(self, outlook: Outlook, pool: Pool, *, num_truncated: int) -> Iterator[str]:
+        if num_truncated:
+            yield f"{_rows(num_truncated)} whose prompt is too long and cut to fit (prompt.on_overflow)"
         if outlook.num_cut:
             yield (
                 f"{_rows(outlook.num_cut)} that the context's end may cut before sampling.max_tokens: "

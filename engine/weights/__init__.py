@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from engine.weights.checkpoint import checkpoint_folder, read_spec
+from engine.weights.checkpoint import checkpoint_folder, read_kv_shape, read_spec
 
 if TYPE_CHECKING:
     from engine.weights.loader import load_model
 
-__all__ = ["checkpoint_folder", "load_model", "read_spec"]
+__all__ = ["checkpoint_folder", "load_model", "read_kv_shape", "read_spec"]
 
 
 def __getattr__(name: str) -> Any:

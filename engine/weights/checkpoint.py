@@ -11,7 +11,7 @@ import logging
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from engine import plugins
 from engine.config import ModelConfig
@@ -96,6 +96,32 @@ def read_spec(config: ModelConfig) -> DecoderSpec:
         ValueError: there is no such model, or it is of a kind that is not served; the message names the key.
     """
     return folder_spec(checkpoint_folder(config, weights=False))
+
+
+class KVShape(NamedTuple):
+    """What of a model decides the size of its keys and values."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+
+
+def read_kv_shape(config: ModelConfig) -> KVShape:
+    """The shape at ``model.path``, of any model whose config.json has the usual names, whether its kind is served or not.
+
+    Raises:
+        ValueError: there is no such model, or a name is missing; the message names ``model.path``.
+    """
+    file = checkpoint_folder(config, weights=False) / "config.json"
+    values = read_json(file)
+    values = values.get("text_config") or values
+    names = ("num_hidden_layers", "num_attention_heads", "hidden_size", "max_position_embeddings")
+    missing = [name for name in names if type(values.get(name)) is not int]
+    if missing:
+        raise ValueError(f"model.path: {file} has no whole number {missing[0]}, so the size of its keys and values is unknown")
+    num_layers, num_heads, hidden_size, limit = (values[name] for name in names)
+    return KVShape(num_layers, values.get("num_key_value_heads") or num_heads, values.get("head_dim") or hidden_size // num_heads, limit)
 
 
 def folder_spec(folder: Path) -> DecoderSpec:

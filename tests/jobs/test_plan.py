@@ -142,3 +142,57 @@ def test_a_plan_is_made_without_the_weights(planned, words: list[str], tmp_path:
     for file in Path(tiny_model).glob("*.json"):
         (bare / file.name).write_bytes(file.read_bytes())
     assert planned([*words, f"model.path={bare}"])["rows_ok"] == 1
+
+
+def bare_model(tmp_path: Path, tiny_model: str) -> Path:
+    """A folder with a config.json and nothing else."""
+    bare = tmp_path / "config only"
+    bare.mkdir()
+    (bare / "config.json").write_bytes((Path(tiny_model) / "config.json").read_bytes())
+    return bare
+
+
+def test_sequences_that_fit_are_told_of_a_config_alone(planned, words: list[str], tmp_path: Path, tiny_model: str) -> None:
+    write(tmp_path, [{"prompt": "x"}])
+    model = f"model.path={bare_model(tmp_path, tiny_model)}"
+    whole, config_only = planned(words), planned([*words, model])
+    assert "rows" in whole and "rows" not in config_only
+    assert "has no tokenizer.json" in config_only["left_out"]
+    assert {key: whole[key] for key in config_only if key != "left_out"} == {
+        key: config_only[key] for key in config_only if key != "left_out"
+    }
+    without_input = planned([word for word in words if not word.startswith("input.")])
+    assert without_input["sequences_fit"] == whole["sequences_fit"]
+    assert "input.path names no input" in without_input["left_out"]
+    # 2 layers, keys and values, 2 heads of 8 numbers of 4 bytes; 2,000 blocks of 16
+    assert whole["sequences_fit"]["fp32"] == {"kv_bytes_per_token": 256.0, "contiguous": 31, "paged": {"1024": 31}}
+    assert whole["kv_formula"].endswith("x 4 bytes = 256 bytes a token")
+
+
+def test_the_table_has_a_line_for_each_format(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, [{"prompt": "fine"}])
+    assert plan.main(words, show=False) == 0
+    shown = capsys.readouterr().out
+    assert "2 (key, value) x 2 layers x 2 KV heads x 8 head size x 4 bytes = 256 bytes a token, 4 KiB a block of 16" in shown
+    assert all(f"{name} " in shown for name in ("fp32 *", "bf16", "fp16"))
+
+
+@pytest.mark.parametrize("mode", ["truncate_left", "truncate_right", "truncate_middle"])
+def test_a_plan_and_its_run_cut_the_same_prompts(planned, words: list[str], tmp_path: Path, mode: str, capsys) -> None:
+    write(tmp_path, [{"prompt": "x" * 3000}, {"prompt": "short"}, {"prompt": "y" * 1019}])
+    words = [*words, f"prompt.on_overflow={mode}"]
+    found = planned(words)
+    assert (found["prompts_truncated"], found["rows_too_long"], found["prompt_tokens_max"]) == (2, 0, 1020)
+    assert any("2 rows whose prompt is too long and cut to fit" in line for line in found["lint"])
+    assert _app.main(words, show=False) == 0
+    assert "2 prompts were too long and cut to fit (prompt.on_overflow)" in capsys.readouterr().out
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    assert metrics["prompts_truncated"] == 2
+    assert metrics["prompt_tokens"] == found["prompt_tokens"]
+    assert {"preemptions", "recomputed_tokens"} <= set(metrics)
+
+
+def test_without_a_way_to_cut_nothing_is(planned, words: list[str], tmp_path: Path) -> None:
+    write(tmp_path, [{"prompt": "x" * 3000}])
+    found = planned(words)
+    assert (found["prompts_truncated"], found["rows_too_long"]) == (0, 1)

@@ -1,0 +1,92 @@
+"""How many sequences a pool of so many bytes holds, in each format, in blocks and, to compare, contiguously.
+
+Knows bytes and tokens; ints in, ints out. Which sequences run when is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine import plugins
+from engine.kv.format import load_format
+from engine.kv.sizing import bytes_per_block
+
+_LENGTHS = (1024, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """A pool for the keys and values of one model.
+
+    Attributes:
+        format: the one that is chosen.
+        num_bytes: what the pool takes.
+        block_bytes: of each format, what a full block of ``block_size`` tokens takes over all layers, scales included.
+        max_model_len: most tokens of a sequence.
+    """
+
+    format: str
+    num_bytes: int
+    block_bytes: Mapping[str, int]
+    block_size: int
+    max_model_len: int
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(
+        cls, *, format: str, num_bytes: int, max_model_len: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int
+    ) -> Capacity:
+        """In every format that there is: the files of ``engine/kv/formats``."""
+        shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
+        sizes = {name: bytes_per_block(load_format(name), **shape) for name in plugins.names("engine.kv.formats")}
+        return cls(format=format, num_bytes=num_bytes, block_bytes=sizes, max_model_len=max_model_len, **shape)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the sequences that are shown: 1k, 4k, and all that the model takes."""
+        return (*(length for length in _LENGTHS if length < self.max_model_len), self.max_model_len)
+
+    @property
+    def formula(self) -> str:
+        """How the bytes of a token come about; what scales take is in the bytes of a number."""
+        count = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        number = self.block_bytes[self.format] / (count * self.block_size)
+        return (
+            f"2 (key, value) x {self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} head size x {number:.4g} bytes"
+            f" = {self.token_bytes(self.format):,.10g} bytes a token"
+        )
+
+    def token_bytes(self, format: str) -> float:
+        return self.block_bytes[format] / self.block_size
+
+    def paged(self, format: str, *, num_tokens: int) -> int:
+        """Sequences of ``num_tokens`` tokens that fit, each in blocks of its own."""
+        return self.num_bytes // self.block_bytes[format] // -(-num_tokens // self.block_size)
+
+    def contiguous(self, format: str) -> int:
+        """Sequences that fit where each reserves ``max_model_len`` tokens in one piece, however long it gets."""
+        return self.num_bytes * self.block_size // (self.block_bytes[format] * self.max_model_len)
+
+    def numbers(self) -> dict[str, Any]:
+        """As JSON values; the names are part of the contract."""
+        return {
+            "kv_format": self.format,
+            "kv_formula": self.formula,
+            "kv_bytes_per_token": round(self.token_bytes(self.format)),
+            "kv_bytes_per_block": self.block_bytes[self.format],
+            "kv_block_size": self.block_size,
+            "kv_bytes": self.num_bytes,
+            "max_model_len": self.max_model_len,
+            "sequences_fit": {
+                name: {
+                    "kv_bytes_per_token": self.token_bytes(name),
+                    "contiguous": self.contiguous(name),
+                    "paged": {str(length): self.paged(name, num_tokens=length) for length in self.lengths},
+                }
+                for name in self.block_bytes
+            },
+        }
