@@ -5,6 +5,7 @@ The only mutable thing that the scheduler and the KV cache share; it makes no de
 
 from __future__ import annotations
 
+import time
 from array import array
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ class Sequence:
         max_len: most tokens it may grow to, prompt included.
         rules: what ends it and what may not appear, in token ids.
         watch: looks for stop texts in its answer; None where there are none.
+        submitted_s: when the request came, on the clock of ``time.perf_counter``.
         sample_index: which of the request's ``n`` samples it is; the first one computes the prompt and forks the others.
         grammar: what may come next where the answer has a given form; None where it is free.
         beams: the search that it is a beam of; None for a plain sample.
@@ -55,6 +57,7 @@ class Sequence:
         "rules",
         "sample_index",
         "scores_prompt",
+        "submitted_s",
         "tally",
         "tokens",
         "top_logprobs",
@@ -68,6 +71,7 @@ class Sequence:
         self.rules = rules or Rules()
         self.watch = watch
         self.sample_index = sample_index
+        self.submitted_s = time.perf_counter()
         self.beams: Beams | None = None
         self.grammar: GrammarState | None = None
         self.tokens = array("i", request.prompt_token_ids)
@@ -134,6 +138,7 @@ class Sequence:
         child.top_logprobs = list(self.top_logprobs)
         child.prompt_scores = self.prompt_scores
         child.num_cached = self.num_cached
+        child.submitted_s = self.submitted_s
         child.beams = self.beams
         child.grammar = None if self.grammar is None else self.grammar.fork()
         return child

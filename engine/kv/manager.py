@@ -72,6 +72,11 @@ class BlockManager:
         return self.num_blocks - self.num_available
 
     @property
+    def num_idle(self) -> int:
+        """Cached blocks that no live sequence holds; what is neither held nor idle is free."""
+        return self.tree.num_unlocked
+
+    @property
     def num_cached(self) -> int:
         return self.tree.num_nodes
 

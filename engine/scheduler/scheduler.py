@@ -143,6 +143,8 @@ class Scheduler:
                 continue
             self.kv.publish(seq)
             seq.prompt_scores += scored
+            if drawn and seq.num_generated == 0:
+                self.stats.record_first_token(seq.submitted_s)
             if drawn and seq.beams is not None:
                 seq.beams.offer(seq, drawn)
                 searches[seq.beams] = None
@@ -155,7 +157,9 @@ class Scheduler:
         self.stats.record_step(
             num_seqs=len(plan.chunks),
             num_tokens=plan.num_tokens,
+            num_waiting=len(self.waiting),
             num_held=self.kv.num_held,
+            num_idle=self.kv.num_idle,
             num_stored=self.kv.num_stored(self.running),
             block_size=self.kv.block_size,
         )

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from engine.sampling_params import SamplingParams
+from engine.stats import Stats
 from engine.types import Request
 
 SETTINGS = settings(max_examples=400, deadline=None)
@@ -85,6 +86,55 @@ def test_second_pass_over_a_warm_cache_gives_the_same(oracle_engine, answers_alo
     list(engine.generate(requests))
     again = requests[rotate:] + requests[:rotate]
     assert by_request(engine.generate(again)) == {r.id: answers_alone(r) for r in requests}
+
+
+class RecountedStats(Stats):
+    """Counts blocks and slots anew from the sequences themselves whenever a step is recorded."""
+
+    def record_step(self, **numbers):
+        super().record_step(**numbers)
+        running, kv = self.scheduler.running, self.scheduler.kv
+        held = {block for seq in running for block in seq.blocks}
+        slots = {(seq.blocks[p // kv.block_size], p % kv.block_size) for seq in running for p in range(seq.num_computed)}
+        idle = {node.block for node in kv.tree.nodes()} - held
+        seen = self.snapshot()
+        assert (seen["kv_blocks_used"], seen["kv_blocks_cached"]) == (len(held), len(idle))
+        assert seen["kv_blocks_free"] == kv.num_blocks - len(held | idle)
+        assert seen["kv_utilisation"] == len(slots) / (len(held) * kv.block_size)
+        assert seen["kv_utilisation"] + seen["kv_fragmentation"] == pytest.approx(1.0)
+        self.recounted.append((len(held), seen["kv_utilisation"]))
+
+
+@SETTINGS
+@given(workloads())
+def test_stats_say_what_the_pool_holds(oracle_engine, workload):
+    requests, shape = workload
+    engine = oracle_engine(**shape)
+    engine.scheduler.stats = stats = RecountedStats(num_blocks=shape["num_blocks"])
+    stats.scheduler, stats.recounted = engine.scheduler, []
+    list(engine.generate(requests))
+    seen, steps = stats.snapshot(), stats.recounted
+    assert seen["steps"] == len(steps)
+    if steps:
+        assert seen["kv_blocks_peak"] == max(num_held for num_held, _ in steps)
+        assert seen["kv_utilisation_mean"] == pytest.approx(sum(share for _, share in steps) / len(steps))
+    drawing = [r for r in requests if r.sampling.max_tokens]
+    assert seen["time_to_first_token_s"]["count"] == len(drawing), "once a request, whatever its samples and preemptions"
+
+
+def test_first_token_counts_the_wait_in_the_queue(oracle_engine, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    engine = oracle_engine(num_blocks=100, block_size=4, max_num_seqs=1, vocab_size=1000)
+    for i in range(3):
+        request = Request(id=i, prompt_token_ids=[1 + i], sampling=SamplingParams(max_tokens=2, ignore_eos=True))
+        assert engine.submit(request) is None
+    while engine.scheduler.has_work:
+        clock[0] += 1.0
+        engine.step()
+    waits = engine.stats.snapshot()["time_to_first_token_s"]
+    assert waits["count"] == 3 and waits["mean"] == 3.0, "1, 3 and 5 steps of a second"
+    assert waits["p50"] == pytest.approx(3.0, rel=0.01) and waits["p99"] == pytest.approx(5.0, rel=0.01)
 
 
 @pytest.mark.parametrize("n", [1, 4])
