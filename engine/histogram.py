@@ -44,5 +44,5 @@ class Histogram:
         for place, count in enumerate(self._counts):
             num_below += count
             if num_below >= rank:
-                return min(max(_SMALLEST * _GROWTH ** (place + 0.5), self._low), self._high)
+                return min(max(_SMALLEST * math.pow(_GROWTH, place + 0.5), self._low), self._high)
         raise AssertionError("every value is in a bin")

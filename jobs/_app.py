@@ -10,6 +10,7 @@ import logging
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TypeVar, cast
 
 from engine import Engine, EngineConfig, ModelConfig, SamplingParams, Tokenizer, context_length, plugins
@@ -18,7 +19,7 @@ from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 from jobs._signals import INTERRUPTED, Stop, leave_at_once
 from jobs._terminal import say, tell
-from pipeline import Job, PromptOptions, RunError, Summary, run
+from pipeline import Job, PrometheusFile, PromptOptions, RunError, Summary, run
 from pipeline.ledger import Resume
 
 T = TypeVar("T")
@@ -76,6 +77,7 @@ def read_run(overrides: list[str]) -> RunConfig:
         config,
         input=replace(config.input, path=absolute(config.input.path)),
         output=replace(config.output, path=absolute(config.output.path), logprobs=logprobs),
+        metrics=replace(config.metrics, prometheus=config.metrics.prometheus and absolute(config.metrics.prometheus)),
     )
 
 
@@ -94,6 +96,18 @@ def make_job(
     return cast(Job, module.make(tokenizer, prompt=prompt, sampling=sampling, max_model_len=context))
 
 
+def prometheus_file(config: RunConfig) -> PrometheusFile | None:
+    """The file that ``metrics.prometheus`` names; None where it names none.
+
+    Raises:
+        ValueError: its folder is not there.
+    """
+    if config.metrics.prometheus is None:
+        return None
+    info = {"task": config.job.name, "model": config.model.path, "kv_format": config.kv_cache.format, "version": version("pagemill")}
+    return PrometheusFile(config.metrics.prometheus, run=config.name, info=info)
+
+
 def run_once(config: RunConfig) -> int:
     """One run and what is told of it; returns the exit code.
 
@@ -101,6 +115,7 @@ def run_once(config: RunConfig) -> int:
         ValueError: it is refused; the message names the key.
     """
     leave_at_once()
+    prometheus = prometheus_file(config)
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     stop = Stop()
@@ -123,6 +138,7 @@ def run_once(config: RunConfig) -> int:
             limits=config.limits,
             resume=cast(Resume, config.resume),
             progress=config.progress,
+            prometheus=prometheus,
             stop=stop,
         )
     except RunError as error:

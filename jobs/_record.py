@@ -11,19 +11,19 @@ from typing import Any
 
 from jobs._app import compose
 from jobs._schema import RunConfig, from_json
-from pipeline import Limits
+from pipeline import Limits, MetricsOptions
 from pipeline.archive import Archive
 from pipeline.records import RUN
 
 # What names the rows and shapes the files: another value would be another run.
 _FIXED = ("input", "output", "job", "name", "limit", "resume", "preset")
-# How long and how far one run may go was that run's own affair.
-_NO_LIMITS = asdict(Limits())
+# How far one run may go and where its metrics are read was that run's own affair.
+_ITS_OWN = {**asdict(Limits()), "metrics": asdict(MetricsOptions())}
 
 
 def without_limits(overrides: list[str]) -> list[str]:
-    """``overrides`` less those that only say how far this one run may go."""
-    return [override for override in overrides if _key(override) not in _NO_LIMITS]
+    """``overrides`` less those that say how far this one run may go and where its metrics are read."""
+    return [override for override in overrides if _key(override).partition(".")[0] not in _ITS_OWN]
 
 
 def recorded(archive: Archive, *, rerun: str = "") -> RunConfig:
@@ -35,7 +35,7 @@ def recorded(archive: Archive, *, rerun: str = "") -> RunConfig:
     folder = archive.folder / rerun
     config = Archive.open(folder).config if rerun else archive.config
     try:
-        return from_json(RunConfig, {**config, **_NO_LIMITS})
+        return from_json(RunConfig, {**config, **_ITS_OWN})
     except ValueError as error:
         raise ValueError(f"{folder / RUN}: damaged, or of another version: {error}") from error
 

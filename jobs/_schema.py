@@ -17,7 +17,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from engine import EngineConfig, KVCacheConfig, ModelConfig, SamplingParams
 from jobs import _conf
-from pipeline import InputOptions, Limits, OutputOptions, PromptOptions
+from pipeline import InputOptions, Limits, MetricsOptions, OutputOptions, PromptOptions
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ class RunConfig:
     max_error_rate: float | None = None
     stall_seconds: float | None = 900.0
     progress: bool = True
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:

@@ -9,13 +9,13 @@ import argparse
 from dataclasses import replace
 
 from engine import Engine, Tokenizer
-from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, guarded, make_job
+from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, guarded, make_job, prometheus_file
 from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
 from jobs._signals import INTERRUPTED, Stop
 from jobs._terminal import say
-from pipeline import Job, OutputOptions, RunError, Summary, run
+from pipeline import Job, OutputOptions, PrometheusFile, RunError, Summary, run
 from pipeline.archive import Archive
 from pipeline.columns import OutputColumns
 from pipeline.lock import locked
@@ -75,6 +75,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
         )
     conditions = [Condition.parse(text) for text in where]
     config = with_overrides(recorded(archive), overrides)
+    prometheus = prometheus_file(config)
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     known = list(archive.shards.values())
@@ -87,7 +88,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     if rerun is None:
         print(f"no row meets {' and '.join(where)}: nothing to do")
         return OK
-    summary = _answer(rerun, config, archive=archive, tokenizer=tokenizer, job=job, whole=whole)
+    summary = _answer(rerun, config, archive=archive, tokenizer=tokenizer, job=job, whole=whole, prometheus=prometheus)
     if summary is None:
         return FAULT
     if summary.stopped == "max_error_rate":
@@ -122,7 +123,16 @@ def _columns(archive: Archive, config: RunConfig, *, job: Job, reader: Reader) -
     return columns
 
 
-def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tokenizer, job: Job, whole: Reader) -> Summary | None:
+def _answer(
+    rerun: Rerun,
+    config: RunConfig,
+    *,
+    archive: Archive,
+    tokenizer: Tokenizer,
+    job: Job,
+    whole: Reader,
+    prometheus: PrometheusFile | None,
+) -> Summary | None:
     """Run the selected rows into the rerun's own folder; None where a full disk or the like broke it off."""
     output = config.output
     own = OutputOptions(path=str(rerun.folder), prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
@@ -145,6 +155,7 @@ def _answer(rerun: Rerun, config: RunConfig, *, archive: Archive, tokenizer: Tok
             reader=rerun.reader(archive, whole),
             limits=config.limits,
             progress=config.progress,
+            prometheus=prometheus,
             stop=stop,
         )
     except RunError as error:

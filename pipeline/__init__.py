@@ -5,6 +5,7 @@
 
 from pipeline.job import Job, TextJob
 from pipeline.limits import Limits
+from pipeline.prometheus import MetricsOptions, PrometheusFile
 from pipeline.prompt import PromptOptions, Prompts
 from pipeline.provenance import Provenance
 from pipeline.reader import InputOptions
@@ -18,7 +19,9 @@ __all__ = [
     "InputOptions",
     "Job",
     "Limits",
+    "MetricsOptions",
     "OutputOptions",
+    "PrometheusFile",
     "PromptOptions",
     "Prompts",
     "Provenance",

@@ -19,7 +19,7 @@ _LINE_SECONDS = 10.0
 
 
 class Progress:
-    """Shows rows, rows/s, tokens/s, prefix hit rate and time left on ``stream``.
+    """Shows rows, rows/s, tokens/s, prefix hit rate, use of the KV pool and time left on ``stream``.
 
     Silent where it is not ``enabled``, and from when ``stream`` cannot be written any more.
     """
@@ -67,7 +67,8 @@ class Progress:
     def _rates(self) -> str:
         metrics = self._metrics
         speed = metrics.generated_tokens / max(metrics.run_seconds, 1e-9)
-        return f"{speed:.0f} tokens/s, prefix hits {metrics.prefix_hit_rate:.0%}"
+        pool = f", KV pool {metrics.engine.pool_use:.0%}" if metrics.engine is not None else ""
+        return f"{speed:.0f} tokens/s, prefix hits {metrics.prefix_hit_rate:.0%}{pool}"
 
     def _print_line(self) -> None:
         metrics = self._metrics

@@ -14,10 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from engine import Completion
 from pipeline import durable
+
+
+class Stats(Protocol):
+    """What an engine says of itself."""
+
+    @property
+    def pool_use(self) -> float:
+        """The share of the KV pool that live sequences hold."""
+        ...
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The engine's share of metrics.json, under its public names."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +39,7 @@ class Metrics:
 
     Of the others ``rows_taken`` were looked at so far, ``rows_asked`` went to the engine, ``rows_done`` are answered, and
     ``rows_failed`` of these are error rows. ``prompts_truncated`` were cut to fit (``prompt.on_overflow``). Times are seconds
-    since the process began. Tokens are counted as rows finish.
+    since the process began. Tokens are counted as rows finish. ``engine`` is there once it is ready.
     """
 
     rows_total: int
@@ -39,12 +52,14 @@ class Metrics:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    engine: Stats | None = None
     engine_ready_s: float | None = None
     first_row_s: float | None = None
     last_request_s: float | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def loaded(self) -> None:
+    def loaded(self, engine: Stats) -> None:
+        self.engine = engine
         self.engine_ready_s = process_seconds()
 
     def asked(self) -> None:
@@ -80,10 +95,15 @@ class Metrics:
         return 0.0 if self.engine_ready_s is None else max(process_seconds() - self.engine_ready_s, 1e-9)
 
     @property
+    def is_complete(self) -> bool:
+        """Every row of the input is answered."""
+        return self.rows_resumed + self.rows_done == self.rows_total
+
+    @property
     def prefix_hit_rate(self) -> float:
         return self.cached_tokens / max(self.prompt_tokens, 1)
 
-    def summary(self, *, rows_ok: int, rows_error: int, engine: Mapping[str, Any]) -> dict[str, Any]:
+    def summary(self, *, rows_ok: int, rows_error: int) -> dict[str, Any]:
         """The content of metrics.json.
 
         ``rows`` = rows_ok + rows_error are those of the finished parts; ``rows_resumed`` input rows were answered before.
@@ -92,6 +112,7 @@ class Metrics:
         The seconds of ``time_split`` are those of three threads and overlap (pipeline/README.md).
         """
         seconds = self.run_seconds
+        engine = {} if self.engine is None else self.engine.snapshot()
         return {
             "rows": rows_ok + rows_error,
             "rows_ok": rows_ok,

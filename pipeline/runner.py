@@ -6,10 +6,10 @@ Holds at most a few shards in memory; it does not know how rows are read, asked,
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import pyarrow as pa
 
@@ -24,9 +24,10 @@ from pipeline.journal import FLUSH_SECONDS, Answers, Journal
 from pipeline.ledger import Ledger, Resume
 from pipeline.limits import NO_LIMITS, Gate, Limits, Reason, Stopped
 from pipeline.progress import Progress
+from pipeline.prometheus import PrometheusFile
 from pipeline.provenance import Provenance, RunRecord
 from pipeline.reader import InputOptions, Reader, open_reader
-from pipeline.report import Metrics
+from pipeline.report import Metrics, Stats
 from pipeline.summary import Summary, summarise
 from pipeline.types import Part, RowError, RunError
 from pipeline.watchdog import Watchdog
@@ -42,12 +43,6 @@ MAX_AHEAD_ROWS = 512
 # Full shards that wait for the one before them to be written and uploaded; after that the engine waits too.
 MAX_WAITING_PARTS = 2
 _WAIT_SECONDS = 0.1  # until the clock and the signals are looked at again
-
-
-class Stats(Protocol):
-    def snapshot(self) -> Mapping[str, Any]:
-        """The engine's share of metrics.json, under its public names."""
-        ...
 
 
 class Engine(Protocol):
@@ -80,12 +75,14 @@ def run(
     resume: Resume = "auto",
     reader: Reader | None = None,
     progress: bool = True,
+    prometheus: PrometheusFile | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Summary:
     """Read every row of ``input``, or of a ``reader`` that is open already, answer it, and write it to ``output``.
 
     Three phases: the output folder is taken, input and output are opened and checked, and nothing is changed; then
     ``load_engine`` is called, unless every part is there already; then the rows run. The engine is closed at the end.
+    ``prometheus`` follows the run from before the load to its end.
     ``limit`` is a part of what is asked: rows of the input. ``limits`` end the run before its rows do, as ``stop`` does when
     it is true between two of the engine's steps, and as a KeyboardInterrupt does while rows run.
 
@@ -93,7 +90,7 @@ def run(
         ValueError: something is refused, before any row is computed.
         RunError: the run began and cannot go on; finished parts stay.
     """
-    with held(output.path, scratch=output.scratch) as folder:
+    with held(output.path, scratch=output.scratch) as folder, ExitStack() as open_files:
         ledger = Ledger(folder, resume=resume)
         reader = reader or open_reader(input, prompt_columns=job.prompt_columns, limit=limit, known=ledger.shards, output_path=output.path)
         job.check(reader.schema)
@@ -109,6 +106,8 @@ def run(
         rows_total = sum(part.shard.num_rows for part in parts)
         metrics = Metrics(rows_total=rows_total, rows_resumed=rows_total - sum(part.shard.num_rows for part in open_parts))
         gate = Gate(limits, metrics=metrics, stop=stop)
+        if prometheus is not None:
+            open_files.enter_context(prometheus.following(metrics))
         engine = load_engine() if open_parts else None
         try:
             with _writing():
@@ -127,12 +126,13 @@ def run(
             metrics=metrics,
             gate=gate,
             progress=Progress(metrics, enabled=progress),
+            prometheus=prometheus,
             stall_seconds=limits.stall_seconds,
         )
         stopped = mill.run(engine) if engine is not None else None
         metrics.prompts_truncated = job.prompts.num_truncated
         with _writing():
-            return summarise(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, engine=mill.engine_numbers, stopped=stopped)
+            return summarise(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, stopped=stopped)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,9 +174,9 @@ class _Mill:
         metrics: Metrics,
         gate: Gate,
         progress: Progress,
+        prometheus: PrometheusFile | None,
         stall_seconds: float | None,
     ) -> None:
-        self.engine_numbers: Mapping[str, Any] = {}
         self._job = job
         self._columns = columns
         self._writer = writer
@@ -184,6 +184,7 @@ class _Mill:
         self._metrics = metrics
         self._gate = gate
         self._progress = progress
+        self._prometheus = prometheus
         self._asking = asking
         self._ahead = Ahead(asking.batches(parts), most=MAX_AHEAD_ROWS, weigh=lambda batch: len(batch.questions))
         self._behind = Behind(self._commit, most=MAX_WAITING_PARTS)
@@ -195,7 +196,7 @@ class _Mill:
     def run(self, engine: Engine) -> Reason | None:
         """Answer the rows; gives what stopped it before the last one."""
         try:
-            self._metrics.loaded()
+            self._metrics.loaded(engine.stats)
             self._progress.start()
             with _writing(), self._watchdog, self._behind, self._ahead:
                 try:
@@ -213,7 +214,6 @@ class _Mill:
         finally:
             self._progress.close()
             self._metrics.seconds |= {**self._asking.seconds, "write": self._behind.seconds}
-            self.engine_numbers = engine.stats.snapshot()
             engine.close()
             for shard in (*self._open, *self._behind.left):
                 shard.journal.close()
@@ -233,6 +233,8 @@ class _Mill:
     def _check(self) -> None:
         self._behind.check()
         self._gate.check()
+        if self._prometheus is not None:
+            self._prometheus.update()
         if time.monotonic() - self._flushed_s >= FLUSH_SECONDS:
             self._flush()
 

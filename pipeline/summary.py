@@ -38,14 +38,12 @@ class Summary:
     metrics: Mapping[str, Any]
 
 
-def summarise(
-    parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix: str, engine: Mapping[str, Any], stopped: Reason | None
-) -> Summary:
-    """What became of ``parts``; writes metrics.json. ``engine`` is the engine's share of it."""
+def summarise(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix: str, stopped: Reason | None) -> Summary:
+    """What became of ``parts``; writes metrics.json."""
     finished = [ledger.finished[part.index] for part in parts if part.index in ledger.finished]
     num_rows = sum(part.rows for part in finished)
     num_errors = sum(part.errors for part in finished)
-    numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors, engine=engine)
+    numbers = metrics.summary(rows_ok=num_rows - num_errors, rows_error=num_errors)
     if metrics.rows_done or not (ledger.folder.path / "metrics.json").exists():  # a run with nothing to do leaves the last one's figures
         write_metrics(ledger.folder.path, numbers)
     ledger.folder.deliver(["metrics.json"])

@@ -2,8 +2,8 @@
 
 import math
 
+import pytest
 from hypothesis import given, strategies as st
-from pytest import approx
 
 from engine.histogram import Histogram
 
@@ -15,8 +15,8 @@ def test_quantiles_are_within_one_percent(values, share):
     histogram = Histogram()
     for value in values:
         histogram.add(value)
-    assert histogram.quantile(share) == approx(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], rel=0.0101)
-    assert histogram.mean == approx(math.fsum(values) / len(values))
+    assert histogram.quantile(share) == pytest.approx(sorted(values)[max(0, math.ceil(share * len(values)) - 1)], rel=0.0101)
+    assert histogram.mean == pytest.approx(math.fsum(values) / len(values))
     assert histogram.num_values == len(values)
 
 

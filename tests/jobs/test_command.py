@@ -90,6 +90,10 @@ def test_configuration_is_shown_with_absolute_paths(pagemill: Any, tmp_path: Pat
         (["-m", "input.path=in.jsonl", "seed=1,2", "prompt.system=(hi"], "prompt.system=(hi: Hydra cannot read this"),
         (["plan", "-m", "seed=1,2"], "-m: only run and bench sweep over values, not plan"),
         (["run", "input.path=in.jsonl", "model.path=/no/such/model"], "model.path: there is no folder /no/such/model"),
+        (
+            ["run", "input.path=in.jsonl", "metrics.prometheus=/no/such/run.prom"],
+            "metrics.prometheus: there is no folder /no/such",
+        ),
         (["run", "input.path=in.jsonl", "job.name=bench"], "job.name: 'bench' is a command and no job"),
     ],
 )

@@ -33,6 +33,9 @@ REFUSED = [
     ("engine.threads=100000", "engine.threads: 100000 is over 1024"),
     ("stall_seconds=nan", "stall_seconds: nan must be over 0"),
     ("deadline=99999999999d", "deadline: 99999999999d is too far away"),
+    ("metrics.prometheus=run.txt", "metrics.prometheus: 'run.txt' is no file on this machine that ends in .prom"),
+    ("metrics.prometheus=s3://bucket/run.prom", "metrics.prometheus: 's3://bucket/run.prom' is no file on this machine"),
+    ("metrics.promtheus=run.prom", "metrics.promtheus: unknown key, did you mean prometheus?"),
     ("progress=maybe", "progress: value 'maybe' is not a valid bool"),
     ("resume=sometimes", "resume: 'sometimes' is not one of auto, never, force"),
     ("kv_cache.memory=[1]", "kv_cache.memory: value '[1]'"),
@@ -95,9 +98,10 @@ def test_missing_input_is_named() -> None:
 
 def test_paths_are_relative_to_the_start_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run = read_run(["input.path=data/in.jsonl"])
+    run = read_run(["input.path=data/in.jsonl", "metrics.prometheus=run.prom"])
     assert run.input.path == str(tmp_path / "data/in.jsonl")
     assert run.output.path == str(tmp_path / "outputs/in")
+    assert run.metrics.prometheus == str(tmp_path / "run.prom")
     assert absolute("s3://bucket/in.jsonl") == "s3://bucket/in.jsonl"
     assert absolute("/data/in.jsonl") == "/data/in.jsonl"
 

@@ -168,13 +168,18 @@ def test_overrides_change_what_they_name_and_what_follows_it(config: RunConfig, 
 
 
 def test_limits_are_one_runs_own(answered, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A deadline that is over is no part of what was asked, and a rerun goes on under others."""
+    """A deadline that is over and a metrics file are no part of what was asked, and a rerun goes on under others."""
     answered("out", "deadline=1h")
     record = tmp_path / "out" / "_run.json"
-    record.write_text(record.read_text().replace('"1h"', '"2020-01-01T00:00"'))
+    of_another_machine = '"prometheus": "/no/such/folder/run.prom"'
+    text = record.read_text().replace('"1h"', '"2020-01-01T00:00"').replace('"prometheus": null', of_another_machine)
+    assert of_another_machine in text
+    record.write_text(text)
     assert verify.main([str(tmp_path / "out"), "rows=1"]) == 0
     asked = [str(tmp_path / "out"), "--where", "status=ok", "sampling.max_tokens=5"]
     assert rerun.main([*asked, "max_rows=3"]) == 75
-    assert rerun.main([*asked, "max_rows=4"]) == 75
+    metrics = tmp_path / "rerun.prom"
+    assert rerun.main([*asked, "max_rows=4", f"metrics.prometheus={metrics}"]) == 75
+    assert "pagemill_run_complete" in metrics.read_text()
     assert rerun.main(asked) == 0
     assert "nothing is replaced yet" in capsys.readouterr().err

@@ -52,6 +52,8 @@ class ByteTokenizer:
 
 
 class ScriptedStats:
+    pool_use = 0.25
+
     def snapshot(self) -> dict[str, Any]:
         return {"preemptions": 0, "time_split": {"forward": 0.0}}
 

@@ -138,10 +138,10 @@ def test_a_deadline_ends_a_run_in_time_and_the_next_one_goes_on(run_job, write_j
     assert again.num_rows == 400
 
 
-def test_near_the_deadline_only_rows_that_can_be_done_are_taken() -> None:
+def test_near_the_deadline_only_rows_that_can_be_done_are_taken(scripted_engine) -> None:
     """Rows are admitted as long as they and those in flight fit into the time left, at the speed so far."""
     metrics = Metrics(rows_total=1000, rows_resumed=0)
-    metrics.loaded()
+    metrics.loaded(scripted_engine().stats)
     gate = Gate(Limits(deadline="2s"), metrics=metrics, stop=lambda: False)
     request = Request(id=0, prompt_token_ids=[1], sampling=SamplingParams())
     assert gate.admits(request, num_in_flight=500), "nothing is known yet"

@@ -25,18 +25,18 @@ def done(metrics: Metrics, progress: Progress, *, rows: int) -> None:
         progress.update()
 
 
-def test_a_log_gets_a_first_and_a_last_line_and_few_between() -> None:
+def test_a_log_gets_a_first_and_a_last_line_and_few_between(scripted_engine) -> None:
     stream = io.StringIO()
     metrics = Metrics(rows_total=100, rows_resumed=20)
     progress = Progress(metrics, stream=stream)
-    metrics.loaded()
+    metrics.loaded(scripted_engine().stats)
     progress.start()
     done(metrics, progress, rows=80)
     progress.close()
     lines = stream.getvalue().splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("20/100 rows (20%)")
-    assert re.fullmatch(r"100/100 rows \(100%\), [\d.]+ rows/s, \d+ tokens/s, prefix hits 40%, time left 00:00", lines[1])
+    assert re.fullmatch(r"100/100 rows \(100%\), [\d.]+ rows/s, \d+ tokens/s, prefix hits 40%, KV pool 25%, time left 00:00", lines[1])
 
 
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,10 +51,10 @@ def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None
     assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == ["0", "3", "6", "9"]
 
 
-def test_a_terminal_gets_a_bar() -> None:
+def test_a_terminal_gets_a_bar(scripted_engine) -> None:
     stream = Terminal()
     metrics = Metrics(rows_total=10, rows_resumed=0)
-    metrics.loaded()
+    metrics.loaded(scripted_engine().stats)
     progress = Progress(metrics, stream=stream)
     progress.start()
     done(metrics, progress, rows=10)
