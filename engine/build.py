@@ -6,7 +6,8 @@ Decides nothing about a step; each part refuses the settings that it cannot serv
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from engine.kernels.cpu.draw import NativeChoice
 from engine.kv.capacity import Capacity
 from engine.kv.format import format_name, load_format
 from engine.kv.manager import BlockManager
+from engine.kv.persist import SavedBlocks
 from engine.kv.sizing import bytes_per_block, pool_size
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
@@ -38,6 +40,10 @@ from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.tokenizer import Tokenizer
 from engine.weights import load_model, read_kv_shape, read_spec
+from engine.weights.identity import model_identity
+
+# These say where a model's files lie and how a chat becomes tokens; what keys and values are is in the files.
+_NO_PART_OF_A_BLOCK = ("path", "revision", "sha256", "fallback", "tokenizer", "chat_template")
 
 
 def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Engine:
@@ -50,6 +56,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     device, spec = frame.device, frame.spec
     if device.kind == "cpu":
         torch.set_num_threads(device.num_threads)
+    saved = _saved_blocks(frame, model=model, engine=engine, kv_cache=kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
     decoder = load_model(model, dtype=frame.dtype, device=device.torch_device, batch_invariant=engine.batch_invariant)
 
@@ -61,7 +68,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     num_valid_tokens = min(tokenizer.vocab_size, spec.vocab_size)
     stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes)
     scheduler = Scheduler(
-        kv=BlockManager(num_blocks=num_blocks, block_size=kv_cache.block_size, prefix_cache=kv_cache.prefix_cache),
+        kv=BlockManager(num_blocks=num_blocks, block_size=kv_cache.block_size, prefix_cache=kv_cache.prefix_cache, saved=saved),
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=frame.max_model_len,
@@ -75,7 +82,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed, choose=_choose(frame.backend))
     forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)
     runner = ModelRunner(forward, store=store, sampler=sampler, stats=stats, device=device.torch_device)
-    return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer)
+    return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer, saved=saved)
 
 
 def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Forecast:
@@ -178,6 +185,28 @@ def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any]
 def _choose(backend: AttentionBackend[Any]) -> Choose:
     """Draws come from the CPU's kernels where the step does."""
     return NativeChoice(backend.library, num_threads=backend.spec.num_threads) if isinstance(backend, cpu.Backend) else choose
+
+
+def _saved_blocks(frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> SavedBlocks | None:
+    """The blocks in ``kv_cache.persist`` that this engine would have computed, bit for bit as far as can be told beforehand."""
+    if kv_cache.persist is None:
+        return None
+    backend = frame.backend
+    identity = {
+        "files": model_identity(model),
+        "model": {key: value for key, value in asdict(model).items() if key not in _NO_PART_OF_A_BLOCK},
+        "dtype": frame.dtype,
+        "format": (format_name(kv_cache.format, model_dtype=str(frame.dtype).removeprefix("torch.")), type(backend.kv_format).__qualname__),
+        "block": (frame.spec.num_layers, frame.block_bytes, dict(frame.block_shape)),
+        "attention": type(backend).__module__,
+        "kernels": Path(backend.library._name).name if isinstance(backend, cpu.Backend) else None,
+        "batch_invariant": engine.batch_invariant,
+        "torch": torch.__version__,
+        "hardware": frame.device.hardware,
+    }
+    return SavedBlocks(
+        Path(kv_cache.persist).expanduser(), identity=identity, block_bytes=frame.block_bytes, max_bytes=kv_cache.persist_bytes
+    )
 
 
 def _refuse_int8(backend: AttentionBackend[Any], spec: AttentionSpec) -> None:

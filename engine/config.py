@@ -91,7 +91,8 @@ class KVCacheConfig:
 
     The pool has ``num_blocks`` blocks, or as many as fit in ``memory`` ("4GiB"), or a safe share of what is free.
     ``admission`` safe starts only rows that the pool can hold to the end of their ``max_tokens``; optimistic starts more,
-    and where memory gets short the row with the least computed work gives way and is computed again later.
+    and where memory gets short the row with the least computed work gives way and is computed again later. Blocks that
+    several prompts shared are kept in the folder ``persist`` for the next run, up to ``persist_size`` of them.
     """
 
     format: str = "auto"
@@ -100,8 +101,19 @@ class KVCacheConfig:
     num_blocks: int | None = None
     prefix_cache: bool = True
     admission: str = "optimistic"
+    persist: str | None = None
+    persist_size: str | int = "1GiB"
 
     def __post_init__(self) -> None:
+        _require(
+            self.persist is None or self.prefix_cache,
+            "kv_cache.persist: keeps what the prefix cache shares; set kv_cache.prefix_cache=true",
+        )
+        _require(
+            self.persist is None or (self.persist != "" and "://" not in self.persist),
+            f"kv_cache.persist: {self.persist!r} is no folder on this machine",
+        )
+        parse_bytes(self.persist_size, key="kv_cache.persist_size")
         _require(1 <= self.block_size <= 1024, f"kv_cache.block_size: {self.block_size} is not in 1..1024")
         _require(self.num_blocks is None or self.num_blocks >= 1, f"kv_cache.num_blocks: {self.num_blocks} must be 1 or more")
         _require(self.memory is None or self.num_blocks is None, "kv_cache.memory and kv_cache.num_blocks: give one of the two")
@@ -112,3 +124,7 @@ class KVCacheConfig:
     @property
     def memory_bytes(self) -> int | None:
         return None if self.memory is None else parse_bytes(self.memory, key="kv_cache.memory")
+
+    @property
+    def persist_bytes(self) -> int:
+        return parse_bytes(self.persist_size, key="kv_cache.persist_size")

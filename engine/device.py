@@ -6,6 +6,7 @@ Knows nothing of models; every question is asked of the machine here and nowhere
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -45,6 +46,13 @@ class Device:
     @property
     def torch_device(self) -> torch.device:
         return torch.device(self.kind)
+
+    @property
+    def hardware(self) -> str:
+        """What computes: machines where this is equal can be expected to round alike."""
+        if self.kind == "cuda":
+            return str(torch.cuda.get_device_name())
+        return " ".join([platform.machine(), *sorted(cpu_flags())])
 
     def dtype(self, name: str) -> torch.dtype:
         """``model.dtype`` as torch's: auto is bfloat16 where it is native, else float32."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
+from engine.kv.persist import SavedBlocks
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.types import Completion, Draw, Request, StepPlan
@@ -28,11 +29,19 @@ class Runner(Protocol):
         """Compute the plan's chunks; for each in plan order its scores, then its ``num_draws`` draws (negative ids: engine.types)."""
         ...
 
+    def read_block(self, block: int) -> bytes:
+        """All that a full block holds, as a plan's ``loads`` take it."""
+        ...
+
 
 class Engine:
     """Paged-KV, continuous-batching generation: ``submit`` and ``step``, or ``generate`` for both."""
 
-    def __init__(self, *, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(
+        self, *, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, saved: SavedBlocks | None = None
+    ) -> None:
+        """``saved``: where blocks go that several requests shared, when the engine is closed."""
+        self.saved = saved
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
@@ -122,5 +131,7 @@ class Engine:
         return pulled, False
 
     def close(self) -> None:
-        """Let go of the model and the KV pool; the engine answers nothing any more."""
+        """Let go of the model and the KV pool; the engine answers nothing any more. Shared blocks are saved before, if anywhere."""
+        if self.saved is not None:
+            self.saved.keep(self.scheduler.kv.shared_nodes(), read_block=self.runner.read_block)
         del self.runner

@@ -33,6 +33,7 @@ class Stats:
     num_recomputed_tokens: int = 0
     num_blocks: int = 0
     num_blocks_peak: int = 0
+    num_blocks_loaded: int = 0
     kv_bytes: int = 0
     num_held: int = 0
     num_idle: int = 0
@@ -92,6 +93,7 @@ class Stats:
             "kv_bytes": self.kv_bytes,
             "kv_blocks_total": self.num_blocks,
             "kv_blocks_peak": self.num_blocks_peak,
+            "kv_blocks_loaded": self.num_blocks_loaded,
             "kv_blocks_used": self.num_held,
             "kv_blocks_cached": self.num_idle,
             "kv_blocks_free": self.num_blocks - self.num_held - self.num_idle,

@@ -81,13 +81,14 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the device does in one step: ``copies`` of whole blocks (from, to) before anything is written, then the chunks.
+    """What the device does in one step: ``loads`` of saved content into blocks, ``copies`` of whole blocks (from, to), then the chunks.
 
     Decodes (one pending token) come first.
     """
 
     chunks: tuple[Chunk, ...]
     copies: tuple[tuple[int, int], ...] = ()
+    loads: tuple[tuple[int, bytes], ...] = ()
 
     @property
     def num_tokens(self) -> int:

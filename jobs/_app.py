@@ -77,6 +77,7 @@ def read_run(overrides: list[str]) -> RunConfig:
         config,
         input=replace(config.input, path=absolute(config.input.path)),
         output=replace(config.output, path=absolute(config.output.path), logprobs=logprobs),
+        kv_cache=replace(config.kv_cache, persist=config.kv_cache.persist and absolute(config.kv_cache.persist)),
         metrics=replace(config.metrics, prometheus=config.metrics.prometheus and absolute(config.metrics.prometheus)),
     )
 

@@ -109,7 +109,7 @@ def _compared(archive: Archive, chosen: Sequence[Chosen], *, config: RunConfig, 
     known = list(archive.shards.values())
     reader = open_reader(config.input, prompt_columns=job.prompt_columns, limit=config.limit, known=known, output_path=place)
     job.check(reader.schema)
-    alone = replace(config.kv_cache, prefix_cache=False)  # no row may rest on what another one left
+    alone = replace(config.kv_cache, prefix_cache=False, persist=None)  # no row may rest on what another one left
     engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=alone, tokenizer=tokenizer)
     try:
         yield from check_rows(archive, chosen, job=job, reader=reader, engine=engine)

@@ -21,6 +21,11 @@ _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 class KVLayer(Protocol):
     """The keys and values of one layer, for every slot of the pool; slot = block id x block size + offset."""
 
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        """The tensors that hold all full blocks between them, block ``b``'s share of each at ``[b]``."""
+        ...
+
     def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
         """Store a step's keys and values; the slots are distinct int64 ids."""
         ...

@@ -6,7 +6,7 @@ Every block is exactly one of free, cached, private or forked at any time (I1); 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +24,14 @@ class Queue(Protocol):
 
     def begins_with(self, prefix: bytes) -> bool:
         """Whether a waiting sequence's tokens, as int32 bytes, begin with ``prefix``."""
+        ...
+
+
+class Saved(Protocol):
+    """What blocks of earlier engines held."""
+
+    def read(self, prefix: bytes) -> bytes | None:
+        """The content of the block at the end of ``prefix``, int32 bytes of the tokens up to its last one; None where it is not there."""
         ...
 
 
@@ -46,20 +54,24 @@ class BlockManager:
     one that nothing in the queue begins with; one that was never written; a cached one that the queue will ask for.
 
     With ``copies_parts`` a sequence that shares only the first tokens of a cached block starts from a copy of it. That
-    wants a format whose slots can be written one by one.
+    wants a format whose slots can be written one by one. What is not cached is looked for in ``saved``.
     """
 
-    def __init__(self, *, num_blocks: int, block_size: int, prefix_cache: bool = True, copies_parts: bool = True) -> None:
+    def __init__(
+        self, *, num_blocks: int, block_size: int, prefix_cache: bool = True, copies_parts: bool = True, saved: Saved | None = None
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_cache = prefix_cache
         self.tree = RadixTree()
         self._copies_parts = copies_parts
+        self._saved = saved
         self._queue: Queue | None = None
         self._free: list[int] = []  # last in, first out
         self._num_touched = 0  # blocks from this one on were never given out
         self._forks: dict[int, Fork] = {}
         self._copies: list[tuple[int, int]] = []
+        self._loads: list[tuple[int, bytes]] = []
 
     @property
     def num_available(self) -> int:
@@ -121,6 +133,10 @@ class BlockManager:
         seq.nodes = list(prefix)
         seq.blocks = [node.block for node in prefix]
         seq.num_computed = len(prefix) * self.block_size
+        if seq.num_cached is None:
+            for node in prefix:
+                node.num_users += 1
+        self._load_saved(seq)
         self._copy_part(seq)
         reserved = self.reserve(seq, seq.num_pending)
         assert reserved, "the room was counted above"
@@ -150,6 +166,15 @@ class BlockManager:
         """(from, to) blocks to copy before the next step writes anything, since the last call."""
         copies, self._copies = tuple(self._copies), []
         return copies
+
+    def take_loads(self) -> tuple[tuple[int, bytes], ...]:
+        """Blocks to fill with saved content before the next step copies or writes anything, since the last call."""
+        loads, self._loads = tuple(self._loads), []
+        return loads
+
+    def shared_nodes(self) -> Iterator[Node]:
+        """Cached blocks that several requests had or that were saved before, parents first: what may be worth saving for another day."""
+        return (node for node in self.tree.nodes() if node.num_users > 1 or node.is_saved)
 
     def fork(self, seq: Sequence, child: Sequence) -> None:
         """Let ``child`` hold all that ``seq`` holds, without copying anything."""
@@ -227,6 +252,30 @@ class BlockManager:
                 locks[node] = locks.get(node, 0) + 1
         assert {node: node.locks for node in self.tree.nodes() if node.locks} == locks, "locks differ from the sequences that run through"
         self.tree.check()
+
+    def _load_saved(self, seq: Sequence) -> None:
+        """Go on from ``seq``'s cached blocks with those that an earlier engine saved; a token is left to compute.
+
+        A block that a copy has yet to be made from cannot be filled before that, so there it ends.
+        """
+        if self._saved is None or not self.prefix_cache or seq.scores_prompt:
+            return
+        for index in range(len(seq.nodes), (len(seq.tokens) - 1) // self.block_size):
+            content = self._saved.read(seq.tokens[: (index + 1) * self.block_size].tobytes())
+            if content is None:
+                return
+            block = self._take()
+            if any(source == block for source, _ in self._copies):
+                self._free.append(block)
+                return
+            node = self.tree.add(self._last_node(seq), seq.block_key(index, self.block_size), block)
+            assert node.block == block, "it would have been matched"
+            node.is_saved = True
+            self.tree.lock(node)
+            seq.nodes.append(node)
+            seq.blocks.append(block)
+            seq.num_computed += self.block_size
+            self._loads.append((block, content))
 
     def _copy_part(self, seq: Sequence) -> None:
         """Where a cached block begins like ``seq``'s next one, start from a copy of it; a token is left to compute.

@@ -31,6 +31,10 @@ class PackedLayer:
         self._keys = self.pool[:, :, 0].view(num_blocks, layout.num_kv_heads, *group)
         self._values = self.pool[:, :, 1].view(num_blocks, layout.num_kv_heads, *pair)
 
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        return (self.pool,)
+
     def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
         k_TKD, v_TKD = (rows.to(torch.bfloat16).contiguous() for rows in (k_TKD, v_TKD))
         kv_write(self._library, self.layout, self.pool, k_TKD, v_TKD, slots_T.contiguous())

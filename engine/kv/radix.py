@@ -14,10 +14,11 @@ class Node:
     """A full block under its prefix. The edge from the parent is ``key``: the bytes of the block's int32 token ids.
 
     Since an edge is always a whole block, a node is never split. ``locks`` counts the live sequences whose prefix runs
-    through it; a sequence locks its whole path, so a parent has at least its child's locks (I3).
+    through it; a sequence locks its whole path, so a parent has at least its child's locks (I3). ``num_users`` counts the
+    requests that ever had it; ``is_saved`` says that its content was computed by an earlier engine.
     """
 
-    __slots__ = ("block", "children", "key", "locks", "parent", "sorted_keys")
+    __slots__ = ("block", "children", "is_saved", "key", "locks", "num_users", "parent", "sorted_keys")
 
     def __init__(self, parent: Node | None, key: bytes, block: int) -> None:
         self.parent = parent
@@ -26,6 +27,8 @@ class Node:
         self.children: dict[bytes, Node] = {}
         self.sorted_keys: list[bytes] = []  # the children's: the nearest one to a key stands beside it
         self.locks = 0
+        self.num_users = 1
+        self.is_saved = False
 
     def prefix(self) -> bytes:
         """The token ids from the root up to and including this block, as int32 bytes."""

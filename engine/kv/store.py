@@ -44,5 +44,20 @@ class KVStore:
             for layer in self._layers:
                 layer.copy_block(source, target)
 
+    def read_block(self, block: int) -> bytes:
+        """All that a full block holds, layer after layer."""
+        shares = [pool[block].contiguous().view(torch.uint8) for layer in self._layers for pool in layer.pools]
+        return b"".join(share.cpu().numpy().tobytes() for share in shares)
+
+    def load_blocks(self, loads: SequenceOf[tuple[int, bytes]]) -> None:
+        """Fill whole blocks with what ``read_block`` gave for them, or for blocks of a store like this one."""
+        for block, content in loads:
+            start = 0
+            for share in (pool[block] for layer in self._layers for pool in layer.pools):
+                stop = start + share.numel() * share.itemsize
+                share.copy_(torch.frombuffer(bytearray(content[start:stop]), dtype=share.dtype).view(share.shape))
+                start = stop
+            assert start == len(content), "saved by a store of another shape"
+
     def layer(self, index: int) -> KVLayer:
         return self._layers[index]

@@ -35,8 +35,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Draw]:
-        """Copy the plan's blocks, compute its chunks; for each chunk in plan order its scores, then its draws."""
+        """Load and copy the plan's blocks, compute its chunks; for each chunk in plan order its scores, then its draws."""
         with self.stats.time("forward"):
+            self.store.load_blocks(plan.loads)
             self.store.copy_blocks(plan.copies)
             batch = build_batch(plan, block_size=self.store.block_size, device=self.device)
             hidden_WE = self.forward.hidden(batch)
@@ -48,6 +49,9 @@ class ModelRunner:
             for chunk in plan.chunks
             for result in (*islice(scores, len(chunk.scores)), *islice(draws, chunk.seq.num_draws if chunk.samples else 0))
         ]
+
+    def read_block(self, block: int) -> bytes:
+        return self.store.read_block(block)
 
     def _draw(self, seqs: list[Sequence], hidden_ME: Tensor) -> list[Draw]:
         """Rows that want nothing but their likeliest token need no logits; the sampler gets those of the others."""

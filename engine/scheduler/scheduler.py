@@ -122,7 +122,9 @@ class Scheduler:
         if self.has_work and (not chunks or self._num_barren_steps > self.max_len):
             raise RuntimeError(f"no progress, so the engine would run for ever: {self._state()}")
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-        return StepPlan(tuple(chunks), self.kv.take_copies())
+        plan = StepPlan(tuple(chunks), copies=self.kv.take_copies(), loads=self.kv.take_loads())
+        self.stats.num_blocks_loaded += len(plan.loads)
+        return plan
 
     def commit(self, plan: StepPlan, draws: SequenceOf[Draw]) -> list[Completion]:
         """Apply a step's draws: advance, publish full blocks, fork samples, stop what is done. Returns what finished.

@@ -77,6 +77,9 @@ class StepLog:
         self._last = now
         return draws
 
+    def read_block(self, block: int) -> bytes:
+        return self._runner.read_block(block)
+
     def percentile(self, share: float) -> float:
         """The step seconds that ``share`` of the steps stay under."""
         return _percentile([step.seconds for step in self.steps], share)

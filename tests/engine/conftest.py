@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 
 from engine.kv.manager import BlockManager
@@ -34,6 +36,8 @@ class OracleRunner:
 
     def run(self, plan) -> list[Draw]:
         assert self.budget is None or plan.num_tokens <= self.budget, "a step is over its budget"
+        for block, content in plan.loads:
+            self.slots[block * self.block_size : (block + 1) * self.block_size] = struct.unpack(f"{self.block_size}q", content)
         for source, target in plan.copies:
             self.slots[target * self.block_size : (target + 1) * self.block_size] = self.slots[
                 source * self.block_size : (source + 1) * self.block_size
@@ -55,6 +59,9 @@ class OracleRunner:
             elif chunk.samples:
                 results += [self.draw(chunk.seq, hashes[chunk.seq][-1], i) for i in range(chunk.seq.num_draws)]
         return results
+
+    def read_block(self, block: int) -> bytes:
+        return struct.pack(f"{self.block_size}q", *self.slots[block * self.block_size : (block + 1) * self.block_size])
 
     @staticmethod
     def score(prefix_hash: int) -> float:
@@ -90,8 +97,9 @@ class OracleEngine(Engine):
         prefix_cache=True,
         copies_parts=True,
         admission="optimistic",
+        saved=None,
     ) -> None:
-        kv = BlockManager(num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, copies_parts=copies_parts)
+        kv = BlockManager(num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, copies_parts=copies_parts, saved=saved)
         scheduler = Scheduler(
             kv=kv,
             max_num_seqs=max_num_seqs,
@@ -102,7 +110,7 @@ class OracleEngine(Engine):
             admission=admission,
         )
         device = OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, budget=budget)
-        super().__init__(scheduler=scheduler, runner=device)
+        super().__init__(scheduler=scheduler, runner=device, saved=saved)
 
     def step(self):
         done = super().step()
@@ -113,6 +121,29 @@ class OracleEngine(Engine):
 @pytest.fixture(scope="session")
 def oracle_engine() -> type[OracleEngine]:
     return OracleEngine
+
+
+class Shelf:
+    """Saved blocks in memory; every ``gone``-th that is asked for is not there."""
+
+    def __init__(self, *, gone: int = 0) -> None:
+        self.contents: dict[bytes, bytes] = {}
+        self.gone = gone
+        self.num_reads = 0
+
+    def read(self, prefix):
+        self.num_reads += 1
+        return None if self.gone and self.num_reads % self.gone == 0 else self.contents.get(prefix)
+
+    def keep(self, blocks, *, read_block):
+        for shared in blocks:
+            content = read_block(shared.block)
+            assert self.contents.setdefault(shared.prefix(), content) == content, "a block's content depends on its prefix alone"
+
+
+@pytest.fixture(scope="session")
+def shelf_in_memory() -> type[Shelf]:
+    return Shelf
 
 
 @pytest.fixture(scope="session")

@@ -88,6 +88,55 @@ def test_second_pass_over_a_warm_cache_gives_the_same(oracle_engine, answers_alo
     assert by_request(engine.generate(again)) == {r.id: answers_alone(r) for r in requests}
 
 
+@SETTINGS
+@given(workloads(), st.integers(0, 5), st.sampled_from([0, 0, 1, 2, 3]))
+def test_answers_do_not_depend_on_what_earlier_engines_saved(oracle_engine, answers_alone, shelf_in_memory, workload, rotate, gone):
+    requests, shape = workload
+    shelf = shelf_in_memory(gone=gone)
+    expected = {r.id: answers_alone(r) for r in requests}
+    for _ in range(3):
+        engine = oracle_engine(**shape, saved=shelf)
+        assert by_request(engine.generate(requests)) == expected
+        assert engine.scheduler.kv.num_held == 0
+        assert engine.stats.num_blocks_loaded == 0 or shape["prefix_cache"]
+        engine.close()
+        requests = requests[rotate:] + requests[:rotate]
+
+
+def test_a_second_engine_computes_nothing_that_the_first_one_shared(oracle_engine, shelf_in_memory):
+    system = [1 + i % 5 for i in range(43)]
+    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    shelf = shelf_in_memory()
+    for day in range(3):
+        engine = oracle_engine(num_blocks=100, block_size=4, saved=shelf)
+        rows = [Request(id=i, prompt_token_ids=[*system, 1 + day, 1 + i, 6], sampling=sampling) for i in range(3)]
+        cached = {completion.request_id: completion.num_cached_tokens for completion in engine.generate(rows)}
+        engine.close()
+        assert min(cached.values()) == (0 if day == 0 else 40), "43 tokens have ten whole blocks of 4"
+        assert engine.stats.num_blocks_loaded == (0 if day == 0 else 10), "once, however many rows have them"
+    assert len(shelf.contents) >= 10
+
+
+@pytest.mark.parametrize("settings", [{}, {"n": 3}, {"temperature": 0.0, "num_beams": 3, "n": 3}])
+def test_what_one_row_had_alone_is_not_saved(oracle_engine, shelf_in_memory, settings):
+    shelf = shelf_in_memory()
+    engine = oracle_engine(num_blocks=100, block_size=4, saved=shelf)
+    sampling = SamplingParams(max_tokens=12, ignore_eos=not settings.get("num_beams"), **settings)
+    list(engine.generate([Request(id=0, prompt_token_ids=[1] * 21, sampling=sampling)]))
+    engine.close()
+    assert shelf.contents == {}
+
+
+def test_a_row_that_found_its_own_blocks_after_a_preemption_shares_nothing(oracle_engine, shelf_in_memory):
+    shelf = shelf_in_memory()
+    engine = oracle_engine(num_blocks=14, block_size=4, saved=shelf)
+    sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+    list(engine.generate([Request(id=i, prompt_token_ids=[1 + i] * 9, sampling=sampling) for i in range(4)]))
+    engine.close()
+    assert engine.stats.num_preemptions > 0
+    assert shelf.contents == {}
+
+
 class RecountedStats(Stats):
     """Counts blocks and slots anew from the sequences themselves whenever a step is recorded."""
 
@@ -120,6 +169,19 @@ def test_stats_say_what_the_pool_holds(oracle_engine, workload):
         assert seen["kv_utilisation_mean"] == pytest.approx(sum(share for _, share in steps) / len(steps))
     drawing = [r for r in requests if r.sampling.max_tokens]
     assert seen["time_to_first_token_s"]["count"] == len(drawing), "once a request, whatever its samples and preemptions"
+
+
+def test_held_slots_are_nearly_full_where_prompts_are_short(oracle_engine):
+    """Blocks of 16, prompts of 60 to 130 tokens, answers of 50 to 125: what is lost is the open end of the last block."""
+    engine = oracle_engine(num_blocks=4000, block_size=16, max_num_seqs=64, budget=256, vocab_size=1000)
+    asked = [
+        Request(
+            id=i, prompt_token_ids=[1 + i, *[7] * (59 + i * 37 % 71)], sampling=SamplingParams(max_tokens=50 + i * 53 % 76, ignore_eos=True)
+        )
+        for i in range(128)
+    ]
+    list(engine.generate(asked))
+    assert 0.90 < engine.stats.snapshot()["kv_utilisation_mean"] < 1.0
 
 
 def test_first_token_counts_the_wait_in_the_queue(oracle_engine, monkeypatch):

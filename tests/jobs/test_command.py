@@ -145,6 +145,23 @@ class TestTinyModel:
         assert record["config"]["output"]["path"] == str(tmp_path / "out")
         assert record["fingerprint"]["model.dtype"] in ("float32", "bfloat16")
 
+    def test_a_scheduled_job_computes_its_system_prompt_once(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "system.txt").write_text("Be brief. " * 60)
+        words += ["prompt.system_file=system.txt", "kv_cache.persist=kv", "model.dtype=float32", "output.token_ids=true"]
+        numbers, answers, cached = [], [], []
+        for day, own in enumerate(("", "", "the next day ")):
+            (tmp_path / "in.jsonl").write_text("".join(f'{{"prompt": "{own}{row}"}}\n' for row in range(4)))
+            done = pagemill(*words, f"output.path=out{day}")
+            assert done.returncode == 0, done.stderr
+            numbers.append(json.loads((tmp_path / f"out{day}" / "metrics.json").read_text()))
+            answers.append([row["token_ids"] for row in rows_of(tmp_path / f"out{day}")])
+            cached.append(min(row["num_cached_tokens"] for row in rows_of(tmp_path / f"out{day}")))
+        assert answers[0] == answers[1]
+        assert cached[0] == 0 and min(cached[1:]) >= 592, "of about 600 tokens of system prompt"
+        assert numbers[0]["computed_prompt_tokens"] - numbers[1]["computed_prompt_tokens"] >= 592
+        assert [number["kv_blocks_loaded"] for number in numbers] == [0, 37, 37]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "kv", "out0", "out1", "out2", "system.txt"]
+
     def test_a_sweep_is_a_run_for_each_combination(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
         (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
         swept = ["output.path=out/s${seed}-t${sampling.temperature}", "seed=1,2", "sampling.temperature=0.5,1.5"]

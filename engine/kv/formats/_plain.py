@@ -23,6 +23,10 @@ class PlainLayer:
         self.values = torch.empty(shape, dtype=dtype, device=device)
         self._heads_K = torch.arange(num_kv_heads, device=device)
 
+    @property
+    def pools(self) -> tuple[Tensor, ...]:
+        return self.keys, self.values
+
     def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
         rows = self._rows(slots_T[:, None], heads=self._heads_K)
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows, k_TKD.to(self.keys.dtype).flatten(0, 1))

@@ -58,3 +58,18 @@ def test_a_scarce_pool_gives_up_even_what_the_queue_needs(oracle_engine):
     while engine.scheduler.has_work:
         done |= {completion.request_id: completion for completion in engine.step()}
     assert len(done[1].token_ids) == 2 and done[2].num_cached_tokens == 0
+
+
+def test_a_saved_block_does_not_fill_the_one_that_a_copy_is_made_from(oracle_engine, shelf_in_memory):
+    """The first row starts from a copy of an idle block, which is the next to be given out, to a row that has saved blocks."""
+    shelf = shelf_in_memory()
+    earlier = oracle_engine(num_blocks=20, block_size=4, saved=shelf)
+    list(earlier.generate([row(0, [7] * 9), row(1, [7] * 9)]))
+    earlier.close()
+    engine = oracle_engine(num_blocks=20, block_size=4, saved=shelf)
+    engine.scheduler.waiting.candidates = lambda **_: list(engine.scheduler.waiting)  # in the order of arrival
+    list(engine.generate([row(0, [1, 2, 3, 4, 5], max_tokens=1)]))
+    for request in (row(1, [1, 2, 3, 9], max_tokens=1), row(2, [7] * 9, max_tokens=1)):
+        engine.submit(request)
+    done = {completion.request_id: completion for completion in engine.step()}
+    assert (done[1].num_cached_tokens, done[2].num_cached_tokens) == (3, 0), "the device of this test verifies every read"

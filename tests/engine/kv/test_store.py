@@ -55,6 +55,30 @@ def test_a_block_takes_the_bytes_that_are_allocated(name, dtype):
     assert load_format(name).bytes_per_block(block_size=16, num_kv_heads=3, head_dim=64) * 5 == held
 
 
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_a_block_goes_from_one_store_to_another_as_bytes(name):
+    def store() -> KVStore:
+        shape = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 3, "head_dim": 8}
+        return KVStore(load_format(name), **shape, device=torch.device("cpu"))
+
+    first, second = store(), store()
+    slots = torch.arange(24)
+    for layer in range(2):
+        first.write(layer, *torch.randn(2, 24, 3, 8), slots)
+        second.write(layer, *torch.randn(2, 24, 3, 8), slots)
+    before = [second.layer(layer).gather(slots[None]) for layer in range(2)]
+    content = first.read_block(1)
+    assert len(content) == 2 * load_format(name).bytes_per_block(block_size=4, num_kv_heads=3, head_dim=8)
+    second.load_blocks([(4, content)])
+    moved = torch.zeros(24, dtype=torch.bool).index_fill(0, slots[16:20], True)
+    for layer in range(2):
+        parts = zip(first.layer(layer).gather(slots[None]), second.layer(layer).gather(slots[None]), before[layer], strict=True)
+        for theirs, ours, was in parts:
+            assert torch.equal(ours[0, :, 16:20], theirs[0, :, 4:8])
+            assert torch.equal(ours[0, :, ~moved], was[0, :, ~moved])
+    assert second.read_block(4) == content
+
+
 def test_auto_is_the_models_dtype():
     for name, dtype in DTYPES.items():
         assert format_name("auto", model_dtype=str(dtype).removeprefix("torch.")) == name
