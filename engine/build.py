@@ -25,7 +25,8 @@ from engine.kv.capacity import Capacity
 from engine.kv.format import format_name, load_format
 from engine.kv.manager import BlockManager
 from engine.kv.persist import SavedBlocks
-from engine.kv.sizing import bytes_per_block, pool_size
+from engine.kv.placement import Places
+from engine.kv.sizing import bytes_per_block, open_bytes, pool_size
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
@@ -60,15 +61,29 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     tokenizer = tokenizer or Tokenizer.load(model)
     decoder = load_model(model, dtype=frame.dtype, device=device.torch_device, batch_invariant=engine.batch_invariant)
 
-    num_blocks = pool_size(kv_cache, block_bytes=frame.block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
+    num_blocks = frame.num_blocks(kv_cache, free_bytes=device.free_bytes())
+    kv_format = frame.backend.kv_format
     store = KVStore(
-        frame.backend.kv_format, num_layers=spec.num_layers, num_blocks=num_blocks, device=device.torch_device, **frame.block_shape
+        kv_format,
+        num_layers=spec.num_layers,
+        num_blocks=num_blocks,
+        device=device.torch_device,
+        dtype=frame.dtype,
+        places=None if kv_format.is_plain else frame.places(num_blocks),
+        **frame.block_shape,
     )
 
     num_valid_tokens = min(tokenizer.vocab_size, spec.vocab_size)
-    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes)
+    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes + frame.open_bytes(num_blocks))
+    manager = BlockManager(
+        num_blocks=num_blocks,
+        block_size=kv_cache.block_size,
+        prefix_cache=kv_cache.prefix_cache,
+        copies_parts=kv_format.is_plain,
+        saved=saved,
+    )
     scheduler = Scheduler(
-        kv=BlockManager(num_blocks=num_blocks, block_size=kv_cache.block_size, prefix_cache=kv_cache.prefix_cache, saved=saved),
+        kv=manager,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=frame.max_model_len,
@@ -95,7 +110,7 @@ def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
     tokenizer = tokenizer or Tokenizer.load(model)
     weights = sum(weight.numel() for weight in Decoder(frame.spec).parameters()) * frame.dtype.itemsize
     free_bytes = max(0, frame.device.free_bytes() - weights)
-    num_blocks = pool_size(kv_cache, block_bytes=frame.block_bytes, free_bytes=free_bytes, device_kind=frame.device.kind)
+    num_blocks = frame.num_blocks(kv_cache, free_bytes=free_bytes)
     admission = Admission(
         num_blocks=num_blocks,
         block_size=kv_cache.block_size,
@@ -150,6 +165,8 @@ class _Frame:
     backend: AttentionBackend[Any]
     block_shape: Mapping[str, int]
     block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> _Frame:
@@ -172,7 +189,27 @@ class _Frame:
             backend=backend,
             block_shape=shape,
             block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape),
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
         )
+
+    def num_blocks(self, kv_cache: KVCacheConfig, *, free_bytes: int) -> int:
+        """Raises ValueError where not one fits."""
+        kind = self.device.kind
+        return pool_size(kv_cache, block_bytes=self.block_bytes, free_bytes=free_bytes, device_kind=kind, bytes_beside=self.open_bytes)
+
+    def places(self, num_blocks: int) -> Places:
+        return Places.for_steps(
+            num_blocks=num_blocks,
+            block_size=self.block_shape["block_size"],
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def open_bytes(self, num_blocks: int) -> int:
+        places = self.places(num_blocks)
+        kv_format, num_layers = self.backend.kv_format, self.spec.num_layers
+        return open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
 
 
 def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any], max_tokens: int, weights: str) -> Forward:

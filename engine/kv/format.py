@@ -6,6 +6,8 @@ Shape suffixes: T tokens written, G rows read, L slots a row, K key/value heads,
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from engine import plugins
@@ -14,20 +16,38 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from engine.kv.placement import Places
+
 # kv_cache.format=auto keeps keys and values as the model computes them.
 _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Filling:
+    """The blocks that get full in a step, int64 ids as in ``engine.kv.placement.Placement``.
+
+    Attributes:
+        moves_2M: places (from, to) to copy before anything is written.
+        full_2F: (place, block) to quantise once the step's keys and values are written.
+    """
+
+    moves_2M: Tensor
+    full_2F: Tensor
+
+
 class KVLayer(Protocol):
-    """The keys and values of one layer, for every slot of the pool; slot = block id x block size + offset."""
+    """The keys and values of one layer, for every slot of the pool; slot = block id x block size + offset.
+
+    Of a format that quantises, the slots of the pool are read only; what is written goes to the places behind it.
+    """
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
         """The tensors that hold all full blocks between them, block ``b``'s share of each at ``[b]``."""
         ...
 
-    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-        """Store a step's keys and values; the slots are distinct int64 ids."""
+    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, filling: Filling | None = None) -> None:
+        """Store a step's keys and values; the slots are distinct int64 ids. ``filling`` is for formats that quantise."""
         ...
 
     def gather(self, slots_GL: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,19 +55,35 @@ class KVLayer(Protocol):
         ...
 
     def copy_block(self, source: int, target: int) -> None:
-        """Make block ``target`` hold what block ``source`` holds."""
+        """Make block ``target`` hold what block ``source`` holds; both are places where the format quantises."""
         ...
 
 
 class KVFormat(Protocol):
     """How numbers lie in the pool."""
 
-    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        """Bytes of one block's keys and values in one layer."""
+    @property
+    def is_plain(self) -> bool:
+        """Whether each slot can be written by itself. Else a block is quantised when it is full."""
         ...
 
-    def allocate(self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> KVLayer:
-        """One layer's pool, its slots not yet written."""
+    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+        """Bytes of one full block's keys and values in one layer, scales included."""
+        ...
+
+    def allocate(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        places: Places | None,
+    ) -> SequenceOf[KVLayer]:
+        """The layers' pools, their slots not yet written. A format that quantises has ``places`` beside them, in ``dtype``."""
         ...
 
 

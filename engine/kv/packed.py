@@ -10,12 +10,15 @@ import contextlib
 import ctypes
 import math
 import mmap
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.kernels.cpu.attention import TOKENS_PER_GROUP, KVLayout, declare, kv_write
+from engine.kv.format import Filling
+from engine.kv.placement import Places
 
 
 class PackedLayer:
@@ -35,7 +38,8 @@ class PackedLayer:
     def pools(self) -> tuple[Tensor, ...]:
         return (self.pool,)
 
-    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, filling: Filling | None = None) -> None:
+        assert filling is None, "a plain block is full when its last slot is written"
         k_TKD, v_TKD = (rows.to(torch.bfloat16).contiguous() for rows in (k_TKD, v_TKD))
         kv_write(self._library, self.layout, self.pool, k_TKD, v_TKD, slots_T.contiguous())
 
@@ -65,10 +69,23 @@ class PackedFormat:
     """Block sizes and head sizes are multiples of 16; the device is the CPU that ``library`` was built for."""
 
     library: ctypes.CDLL
+    is_plain: bool = True
 
     def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * int(torch.bfloat16.itemsize)
 
-    def allocate(self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> PackedLayer:
+    def allocate(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        places: Places | None,
+    ) -> SequenceOf[PackedLayer]:
         assert device.type == "cpu"
-        return PackedLayer(self.library, num_blocks=num_blocks, layout=KVLayout(num_kv_heads, head_dim, block_size))
+        layout = KVLayout(num_kv_heads, head_dim, block_size)
+        return [PackedLayer(self.library, num_blocks=num_blocks, layout=layout) for _ in range(num_layers)]

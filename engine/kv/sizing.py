@@ -5,9 +5,12 @@ Knows no device: the free bytes are asked elsewhere and handed in.
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from engine.config import KVCacheConfig
+from engine.kv.placement import Places
 
 if TYPE_CHECKING:
     from engine.kv.format import KVFormat
@@ -18,33 +21,49 @@ _SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.85}
 
 
 def bytes_per_block(kv_format: KVFormat, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-    """Bytes of one block over all layers.
+    """Bytes of one full block over all layers, scales included.
 
     For a plain format: ``layers x 2 (key, value) x block_size x kv_heads x head_dim x bytes a number``.
     """
     return num_layers * kv_format.bytes_per_block(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
-def pool_size(config: KVCacheConfig, *, block_bytes: int, free_bytes: int, device_kind: str) -> int:
-    """The number of blocks in the pool.
+def open_bytes(
+    kv_format: KVFormat, places: Places, *, dtype_bytes: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> int:
+    """Bytes beside the pool for blocks that are not full yet; 0 for a plain format, which fills them where they lie.
 
-    ``kv_cache.num_blocks`` where it is given; else ``kv_cache.memory // block_bytes``; else
-    ``share x free_bytes // block_bytes`` with a share of 0.5 on a CPU and 0.85 on a GPU.
+    ``(layers x open places + filling places) x 2 x block_size x kv_heads x head_dim x bytes a number of the model``.
+    """
+    num_places = 0 if kv_format.is_plain else num_layers * places.num_open + places.num_filling
+    return num_places * 2 * block_size * num_kv_heads * head_dim * dtype_bytes
+
+
+def pool_size(
+    config: KVCacheConfig, *, block_bytes: int, free_bytes: int, device_kind: str, bytes_beside: Callable[[int], int] = lambda _: 0
+) -> int:
+    """The number of blocks in the pool; ``bytes_beside`` so many are taken for the ones that are not full yet.
+
+    ``kv_cache.num_blocks`` where it is given; else the most that fit, with what is beside them, in ``kv_cache.memory`` or
+    in a share of ``free_bytes``: 0.5 on a CPU and 0.85 on a GPU.
 
     Raises:
         ValueError: not one block fits, or more blocks are asked for than are free; the message names the key.
     """
+
+    def num_bytes(num_blocks: int) -> int:
+        return num_blocks * block_bytes + bytes_beside(num_blocks)
+
     if config.num_blocks is not None:
         key, num_blocks = "kv_cache.num_blocks", config.num_blocks
-    elif config.memory_bytes is not None:
-        key, num_blocks = "kv_cache.memory", config.memory_bytes // block_bytes
     else:
-        key, num_blocks = "kv_cache.memory", int(free_bytes * _SHARE_OF_FREE[device_kind]) // block_bytes
+        memory = int(free_bytes * _SHARE_OF_FREE[device_kind]) if config.memory_bytes is None else config.memory_bytes
+        key, num_blocks = "kv_cache.memory", bisect_right(range(memory // block_bytes + 1), memory, key=num_bytes) - 1
     if num_blocks < 1:
-        raise ValueError(f"{key}: a block of {config.block_size} tokens takes {block_bytes:,} bytes, and not one fits; give more memory")
-    if num_blocks * block_bytes > free_bytes:
+        raise ValueError(f"{key}: a block of {config.block_size} tokens takes {num_bytes(1):,} bytes, and not one fits; give more memory")
+    if num_bytes(num_blocks) > free_bytes:
         raise ValueError(
-            f"{key}: {num_blocks:,} blocks of {config.block_size} tokens take {num_blocks * block_bytes:,} bytes, "
+            f"{key}: {num_blocks:,} blocks of {config.block_size} tokens take {num_bytes(num_blocks):,} bytes, "
             f"but only {free_bytes:,} are free; give less"
         )
     return num_blocks

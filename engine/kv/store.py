@@ -10,11 +10,16 @@ from collections.abc import Sequence as SequenceOf
 import torch
 from torch import Tensor
 
-from engine.kv.format import KVFormat, KVLayer
+from engine.kv.format import Filling, KVFormat, KVLayer
+from engine.kv.placement import OpenBlocks, Placement, Places
+from engine.types import StepPlan
 
 
 class KVStore:
-    """``num_blocks`` blocks of ``block_size`` slots in each of ``num_layers`` layers, held in ``kv_format``."""
+    """``num_blocks`` blocks of ``block_size`` slots in each of ``num_layers`` layers, held in ``kv_format``.
+
+    A format that quantises needs ``places`` for the blocks that are not full; they hold numbers of ``dtype``.
+    """
 
     def __init__(
         self,
@@ -26,17 +31,31 @@ class KVStore:
         num_kv_heads: int,
         head_dim: int,
         device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        places: Places | None = None,
     ) -> None:
+        assert kv_format.is_plain == (places is None), "a format has places if and only if it quantises"
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._layers = [
-            kv_format.allocate(num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=device)
-            for _ in range(num_layers)
-        ]
+        self._open = None if places is None else OpenBlocks(places, num_blocks=num_blocks, block_size=block_size)
+        self._layers = kv_format.allocate(
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            device=device,
+            dtype=dtype,
+            places=places,
+        )
 
-    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
-        """Store a step's keys and values, [T, K, D] each, in int64 slots [T]."""
-        self._layers[layer].write(k_TKD, v_TKD, slots_T)
+    def place(self, plan: StepPlan) -> Placement:
+        """Where the next step's keys and values go; asked once a step, since open blocks keep their places between steps."""
+        return Placement.plain(plan) if self._open is None else self._open.place(plan)
+
+    def write(self, layer: int, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, filling: Filling | None = None) -> None:
+        """Store a step's keys and values, [T, K, D] each, in int64 slots [T]; quantise the blocks that are full with them."""
+        self._layers[layer].write(k_TKD, v_TKD, slots_T, filling)
 
     def copy_blocks(self, copies: SequenceOf[tuple[int, int]]) -> None:
         """Copy whole blocks (from, to) in all layers, one after the other: a target may be a later copy's source."""

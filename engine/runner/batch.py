@@ -1,12 +1,13 @@
 """Turns a step's plan into the tensors that the model and the attention read.
 
 Knows sequences and their blocks; decides nothing and computes nothing of the model.
-Shape suffixes: T tokens of the step, N rows that score, W rows that score or sample.
+Shape suffixes: T tokens of the step, N rows that score, W rows that score or sample, P pieces.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionInputs
+from engine.kv.format import Filling
+from engine.kv.placement import Piece, Placement
 from engine.types import StepPlan
 
 
@@ -28,7 +31,9 @@ class Batch:
         wanted_rows_W: rows of T whose hidden states are wanted: those whose logits give a prompt token's probability, in
             plan order, then those whose logits are drawn from, in plan order.
         scored_ids_N: the prompt tokens whose probability is wanted.
-        attention: whose rows are whose, and which blocks each sequence reads.
+        attention: whose rows are whose, and which blocks each sequence reads. Where the cache's format quantises, a chunk
+            is as many sequences as it meets blocks, each of which reads its own block from a place.
+        filling: the blocks that get full, where the format quantises.
     """
 
     token_ids_T: Tensor
@@ -37,29 +42,27 @@ class Batch:
     wanted_rows_W: Tensor
     scored_ids_N: Tensor
     attention: AttentionInputs
+    filling: Filling | None = None
 
 
-def build_batch(plan: StepPlan, *, block_size: int, device: torch.device) -> Batch:
-    """The tensors of ``plan`` on ``device``; every chunk's blocks must be reserved already."""
+def build_batch(plan: StepPlan, *, block_size: int, device: torch.device, placement: Placement | None = None) -> Batch:
+    """The tensors of ``plan`` on ``device``; every chunk's blocks must be reserved already. ``placement`` is the plan's own,
+    by default that of a plain format."""
+    placement = placement or Placement.plain(plan)
     token_ids = array("i")
     for chunk in plan.chunks:
         token_ids.extend(chunk.seq.tokens[chunk.start : chunk.start + chunk.num_tokens])
 
-    starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
-    counts = np.array([chunk.num_tokens for chunk in plan.chunks], dtype=np.int64)
-    query_starts = np.concatenate(([0], np.cumsum(counts)))
-    tables = np.zeros((len(plan.chunks), max(len(chunk.seq.blocks) for chunk in plan.chunks)), dtype=np.int64)
-    for row, chunk in zip(tables, plan.chunks, strict=True):
-        row[: len(chunk.seq.blocks)] = chunk.seq.blocks
-    attention = AttentionInputs(query_starts=query_starts, kv_lengths=starts + counts, block_tables=tables, block_size=block_size)
-
-    seq_T = np.repeat(np.arange(len(counts)), counts)
-    positions_T = np.arange(len(seq_T)) + np.repeat(starts - query_starts[:-1], counts)
-    scores = [(chunk, int(first)) for chunk, first in zip(plan.chunks, query_starts, strict=False) if chunk.scores]
+    attention = _attention(placement.pieces, block_size=block_size)
+    num_queries = np.diff(attention.query_starts)
+    seq_T = np.repeat(np.arange(len(num_queries)), num_queries)
+    positions_T = np.arange(len(seq_T)) + np.repeat(attention.kv_lengths - attention.query_starts[1:], num_queries)
+    chunk_starts = np.cumsum([0, *(chunk.num_tokens for chunk in plan.chunks)])
+    scores = [(chunk, int(first)) for chunk, first in zip(plan.chunks, chunk_starts, strict=False) if chunk.scores]
     scoring_rows = [first + position - 1 - chunk.start for chunk, first in scores for position in chunk.scores]
     scored_ids = [chunk.seq.tokens[position] for chunk, _ in scores for position in chunk.scores]
     samples = np.array([chunk.samples for chunk in plan.chunks], dtype=bool)
-    wanted_rows = np.concatenate((np.array(scoring_rows, dtype=np.int64), query_starts[1:][samples] - 1))
+    wanted_rows = np.concatenate((np.array(scoring_rows, dtype=np.int64), chunk_starts[1:][samples] - 1))
     return Batch(
         token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)).to(device),
         positions_T=torch.from_numpy(positions_T).to(device),
@@ -67,4 +70,26 @@ def build_batch(plan: StepPlan, *, block_size: int, device: torch.device) -> Bat
         wanted_rows_W=torch.from_numpy(wanted_rows).to(device),
         scored_ids_N=torch.tensor(scored_ids, dtype=torch.int64, device=device),
         attention=attention,
+        filling=_filling(placement, device=device),
     )
+
+
+def _attention(pieces: SequenceOf[Piece], *, block_size: int) -> AttentionInputs:
+    starts = np.array([piece.start for piece in pieces], dtype=np.int64)
+    counts = np.array([piece.num_tokens for piece in pieces], dtype=np.int64)
+    tables_PN = np.zeros((len(pieces), max(len(piece.seq.blocks) for piece in pieces)), dtype=np.int64)
+    for row, piece in zip(tables_PN, pieces, strict=True):
+        if piece.place is None:
+            row[: len(piece.seq.blocks)] = piece.seq.blocks
+        else:
+            own = piece.start // block_size
+            row[:own], row[own] = piece.seq.blocks[:own], piece.place
+    query_starts = np.concatenate(([0], np.cumsum(counts)))
+    return AttentionInputs(query_starts=query_starts, kv_lengths=starts + counts, block_tables=tables_PN, block_size=block_size)
+
+
+def _filling(placement: Placement, *, device: torch.device) -> Filling | None:
+    if placement.pieces[0].place is None:
+        return None
+    moves_2M, full_2F = (torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous() for pairs in (placement.moves, placement.full))
+    return Filling(moves_2M=moves_2M.to(device), full_2F=full_2F.to(device))

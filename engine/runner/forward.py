@@ -47,7 +47,7 @@ class TorchForward:
         attention = self.backend.plan(batch.attention)
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            self.store.write(layer, k_TKD, v_TKD, batch.slots_T)
+            self.store.write(layer, k_TKD, v_TKD, batch.slots_T, batch.filling)
             return self.backend.attend(q_THD, self.store.layer(layer), attention)
 
         return self.model(batch.token_ids_T, batch.positions_T, attend)[batch.wanted_rows_W]

@@ -38,8 +38,9 @@ class ModelRunner:
         """Load and copy the plan's blocks, compute its chunks; for each chunk in plan order its scores, then its draws."""
         with self.stats.time("forward"):
             self.store.load_blocks(plan.loads)
-            self.store.copy_blocks(plan.copies)
-            batch = build_batch(plan, block_size=self.store.block_size, device=self.device)
+            placement = self.store.place(plan)
+            self.store.copy_blocks(placement.copies)
+            batch = build_batch(plan, block_size=self.store.block_size, device=self.device, placement=placement)
             hidden_WE = self.forward.hidden(batch)
         num_scored = len(batch.scored_ids_N)
         scores = iter(self._score(plan, batch, hidden_WE[:num_scored]))

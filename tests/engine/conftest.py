@@ -7,6 +7,7 @@ import struct
 import pytest
 
 from engine.kv.manager import BlockManager
+from engine.kv.placement import OpenBlocks, Places
 from engine.loop import Engine
 from engine.scheduler.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -38,19 +39,10 @@ class OracleRunner:
         assert self.budget is None or plan.num_tokens <= self.budget, "a step is over its budget"
         for block, content in plan.loads:
             self.slots[block * self.block_size : (block + 1) * self.block_size] = struct.unpack(f"{self.block_size}q", content)
-        for source, target in plan.copies:
-            self.slots[target * self.block_size : (target + 1) * self.block_size] = self.slots[
-                source * self.block_size : (source + 1) * self.block_size
-            ]
+        assert all(chunk.start == chunk.seq.num_computed and chunk.num_tokens >= 1 for chunk in plan.chunks)
         hashes = {chunk.seq: prefix_hashes(chunk.seq.tokens) for chunk in plan.chunks}
-        for chunk in plan.chunks:  # a layer writes the whole step before it reads
-            assert chunk.start == chunk.seq.num_computed and chunk.num_tokens >= 1
-            for position in range(chunk.start, chunk.start + chunk.num_tokens):
-                self.slots[self._slot(chunk.seq, position)] = hashes[chunk.seq][position]
-            self.num_computed += chunk.num_tokens
-        for chunk in plan.chunks:
-            for position in range(chunk.start + chunk.num_tokens):
-                assert self.slots[self._slot(chunk.seq, position)] == hashes[chunk.seq][position], "read a foreign slot"
+        self.num_computed += plan.num_tokens
+        self.attend(plan, hashes)
         results = []
         for chunk in plan.chunks:
             results += [Draw(chunk.seq.tokens[p], self.score(hashes[chunk.seq][p])) for p in chunk.scores]
@@ -62,6 +54,20 @@ class OracleRunner:
 
     def read_block(self, block: int) -> bytes:
         return struct.pack(f"{self.block_size}q", *self.slots[block * self.block_size : (block + 1) * self.block_size])
+
+    def attend(self, plan, hashes) -> None:
+        for source, target in plan.copies:
+            self.copy_block(source, target)
+        for chunk in plan.chunks:  # a layer writes the whole step before it reads
+            for position in range(chunk.start, chunk.start + chunk.num_tokens):
+                self.slots[self._slot(chunk.seq, position)] = hashes[chunk.seq][position]
+        for chunk in plan.chunks:
+            for position in range(chunk.start + chunk.num_tokens):
+                assert self.slots[self._slot(chunk.seq, position)] == hashes[chunk.seq][position], "read a foreign slot"
+
+    def copy_block(self, source: int, target: int) -> None:
+        size = self.block_size
+        self.slots[target * size : (target + 1) * size] = self.slots[source * size : (source + 1) * size]
 
     @staticmethod
     def score(prefix_hash: int) -> float:
@@ -82,6 +88,40 @@ class OracleRunner:
         return seq.blocks[position // self.block_size] * self.block_size + position % self.block_size
 
 
+class QuantisingRunner(OracleRunner):
+    """A device whose blocks are quantised when they are full: what is in a place is plain, what is in the pool is not.
+
+    A query must read its own block plain, whole or not, and each earlier block quantised.
+    """
+
+    def __init__(self, *, num_blocks: int, block_size: int, vocab_size: int, places: Places, **more) -> None:
+        super().__init__(num_blocks=num_blocks + places.num_open + places.num_filling, block_size=block_size, vocab_size=vocab_size, **more)
+        self.num_blocks = num_blocks
+        self.open_blocks = OpenBlocks(places, num_blocks=num_blocks, block_size=block_size)
+
+    def attend(self, plan, hashes) -> None:
+        size = self.block_size
+        placement = self.open_blocks.place(plan)
+        for source, target in (*placement.copies, *placement.moves):
+            assert min(source, target) >= self.num_blocks, "full blocks are shared, never copied"
+            self.copy_block(source, target)
+        positions = []
+        for seq, start, num_tokens, place in placement.pieces:
+            assert place is not None and place >= self.num_blocks
+            assert start // size == (start + num_tokens - 1) // size, "a piece lies in one block"
+            positions += [(seq, position) for position in range(start, start + num_tokens)]
+            for position in range(start, start + num_tokens):
+                self.slots[place * size + position % size] = hashes[seq][position]
+        assert positions == [(c.seq, p) for c in plan.chunks for p in range(c.start, c.start + c.num_tokens)]
+        for place, block in placement.full:
+            self.slots[block * size : (block + 1) * size] = [-value for value in self.slots[place * size : (place + 1) * size]]
+        for seq, start, num_tokens, place in placement.pieces:
+            for position in range(start + num_tokens):
+                own = position // size == start // size
+                found = self.slots[place * size + position % size] if own else self.slots[self._slot(seq, position)]
+                assert found == (hashes[seq][position] if own else -hashes[seq][position]), "read a foreign slot"
+
+
 class OracleEngine(Engine):
     """The real loop, scheduler and block manager over the fake device; every step ends with a check of the pool."""
 
@@ -98,7 +138,9 @@ class OracleEngine(Engine):
         copies_parts=True,
         admission="optimistic",
         saved=None,
+        quantises=False,
     ) -> None:
+        copies_parts = copies_parts and not quantises
         kv = BlockManager(num_blocks=num_blocks, block_size=block_size, prefix_cache=prefix_cache, copies_parts=copies_parts, saved=saved)
         scheduler = Scheduler(
             kv=kv,
@@ -109,7 +151,12 @@ class OracleEngine(Engine):
             vocab_size=1000,
             admission=admission,
         )
-        device = OracleRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=vocab_size, budget=budget)
+        shape = {"num_blocks": num_blocks, "block_size": block_size}
+        if quantises:
+            places = Places.for_steps(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, **shape)
+            device = QuantisingRunner(places=places, vocab_size=vocab_size, budget=budget, **shape)
+        else:
+            device = OracleRunner(vocab_size=vocab_size, budget=budget, **shape)
         super().__init__(scheduler=scheduler, runner=device, saved=saved)
 
     def step(self):

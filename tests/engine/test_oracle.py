@@ -46,6 +46,7 @@ def workloads(draw):
         "max_num_seqs": max_num_seqs,
         "budget": max_num_seqs + draw(st.integers(0, 20)),
         "prefix_cache": draw(st.booleans()),
+        "quantises": draw(st.booleans()),
     }
 
 

@@ -5,10 +5,14 @@ Knows no scale and no rounding but the dtype's own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from engine.kv.format import Filling
+from engine.kv.placement import Places
 
 
 class PlainLayer:
@@ -27,7 +31,8 @@ class PlainLayer:
     def pools(self) -> tuple[Tensor, ...]:
         return self.keys, self.values
 
-    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+    def write(self, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor, filling: Filling | None = None) -> None:
+        assert filling is None, "a plain block is full when its last slot is written"
         rows = self._rows(slots_T[:, None], heads=self._heads_K)
         self.keys.view(-1, self.keys.shape[-1]).index_copy_(0, rows, k_TKD.to(self.keys.dtype).flatten(0, 1))
         self.values.view(-1, self.values.shape[-1]).index_copy_(0, rows, v_TKD.to(self.values.dtype).flatten(0, 1))
@@ -56,11 +61,22 @@ class PlainFormat:
     """Two numbers of ``dtype`` (a key's and a value's) for each head, token and dimension."""
 
     dtype: torch.dtype
+    is_plain: bool = True
 
     def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
         return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
 
-    def allocate(self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> PlainLayer:
-        return PlainLayer(
-            num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=self.dtype, device=device
-        )
+    def allocate(
+        self,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        places: Places | None,
+    ) -> SequenceOf[PlainLayer]:
+        shape = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return [PlainLayer(dtype=self.dtype, device=device, **shape) for _ in range(num_layers)]

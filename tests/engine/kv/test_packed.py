@@ -10,8 +10,7 @@ import torch
 from engine.kernels.cpu import build
 from engine.kv.format import load_format
 from engine.kv.packed import PackedFormat
-
-CPU = torch.device("cpu")
+from engine.kv.store import KVStore
 
 
 @pytest.fixture(scope="module", params=build.TIERS)
@@ -22,9 +21,13 @@ def packed(request):
         pytest.skip(str(reason))
 
 
+def only_layer(packed, **sizes):
+    return KVStore(packed, num_layers=1, device=torch.device("cpu"), **sizes).layer(0)
+
+
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(3, 64, 16), (1, 16, 48), (2, 80, 32)])
 def test_every_number_lies_where_the_layout_says(packed, num_kv_heads, head_dim, block_size):
-    layer = packed.allocate(num_blocks=4, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=CPU)
+    layer = only_layer(packed, num_blocks=4, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
     num_slots = 4 * block_size
     k, v = torch.randn(2, num_slots, num_kv_heads, head_dim).bfloat16()
     order = torch.randperm(num_slots)
@@ -38,7 +41,7 @@ def test_every_number_lies_where_the_layout_says(packed, num_kv_heads, head_dim,
 
 
 def test_reads_back_what_was_written_and_leaves_other_slots_alone(packed):
-    layer = packed.allocate(num_blocks=6, block_size=16, num_kv_heads=2, head_dim=32, device=CPU)
+    layer = only_layer(packed, num_blocks=6, block_size=16, num_kv_heads=2, head_dim=32)
     layer.pool.fill_(torch.nan)
     slots = torch.randperm(96)[:37]
     k, v = torch.randn(2, 37, 2, 32).bfloat16()
@@ -53,7 +56,7 @@ def test_reads_back_what_was_written_and_leaves_other_slots_alone(packed):
 
 
 def test_a_block_is_copied_whole(packed):
-    layer = packed.allocate(num_blocks=3, block_size=16, num_kv_heads=2, head_dim=16, device=CPU)
+    layer = only_layer(packed, num_blocks=3, block_size=16, num_kv_heads=2, head_dim=16)
     k, v = torch.randn(2, 48, 2, 16).bfloat16()
     layer.write(k, v, torch.arange(48))
     layer.copy_block(2, 0)
@@ -63,7 +66,7 @@ def test_a_block_is_copied_whole(packed):
 
 
 def test_threads_may_write_the_two_tokens_of_a_pair_at_once(packed):
-    layer = packed.allocate(num_blocks=64, block_size=16, num_kv_heads=4, head_dim=64, device=CPU)
+    layer = only_layer(packed, num_blocks=64, block_size=16, num_kv_heads=4, head_dim=64)
     k, v = torch.randn(2, 1024, 4, 64).bfloat16()
     with ThreadPoolExecutor(2) as pool:
         for _ in range(20):
@@ -76,6 +79,6 @@ def test_threads_may_write_the_two_tokens_of_a_pair_at_once(packed):
 
 def test_takes_the_bytes_of_its_plain_twin(packed):
     sizes = {"block_size": 32, "num_kv_heads": 3, "head_dim": 64}
-    layer = packed.allocate(num_blocks=5, device=CPU, **sizes)
+    layer = only_layer(packed, num_blocks=5, **sizes)
     assert layer.pool.numel() * layer.pool.itemsize == 5 * packed.bytes_per_block(**sizes)
     assert packed.bytes_per_block(**sizes) == load_format("bf16").bytes_per_block(**sizes)

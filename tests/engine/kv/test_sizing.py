@@ -9,6 +9,7 @@ import pytest
 
 from engine.config import KVCacheConfig
 from engine.kv.format import load_format
+from engine.kv.placement import Places
 from engine.kv.sizing import bytes_per_block, pool_size
 
 GIB = 2**30
@@ -46,6 +47,28 @@ def test_pool_size(config, device_kind, num_blocks):
 def test_a_pool_that_cannot_be_is_refused(config, free_bytes, message):
     with pytest.raises(ValueError, match=message):
         pool_size(config, block_bytes=BLOCK, free_bytes=free_bytes, device_kind="cpu")
+
+
+@pytest.mark.parametrize(("memory", "num_blocks"), [(BLOCK, 0), (3 * BLOCK, 1), (29 * BLOCK, 9), (30 * BLOCK, 10), (32 * BLOCK, 12)])
+def test_what_lies_beside_the_pool_is_counted(memory, num_blocks):
+    """Two blocks' bytes for each of the first ten blocks, none for the others: the most that fit."""
+    config = KVCacheConfig(memory=memory)
+    sizes = {"block_bytes": BLOCK, "free_bytes": GIB, "device_kind": "cpu", "bytes_beside": lambda n: 2 * BLOCK * min(n, 10)}
+    if num_blocks:
+        assert pool_size(config, **sizes) == num_blocks
+    else:
+        with pytest.raises(ValueError, match=r"kv_cache\.memory: a block of 16 tokens takes 1,105,920 bytes, and not one fits"):
+            pool_size(config, **sizes)
+    with pytest.raises(ValueError, match=r"kv_cache\.num_blocks: 3 blocks of 16 tokens take 3,317,760 bytes, but only 3,317,759 are free"):
+        pool_size(KVCacheConfig(num_blocks=3), **sizes | {"free_bytes": 9 * BLOCK - 1})
+
+
+def test_places_hold_any_step():
+    """Each of 4 sequences may fill the block that it began with a token, and new ones with 16."""
+    shape = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+    assert Places.for_steps(num_blocks=100, **shape) == Places(num_open=4, num_filling=6)
+    assert Places.for_steps(num_blocks=3, **shape) == Places(num_open=3, num_filling=3)
+    assert Places.for_steps(num_blocks=100, **shape | {"block_size": 1}) == Places(num_open=4, num_filling=40)
 
 
 def test_sizing_needs_no_torch():

@@ -36,7 +36,9 @@ def test_reads_back_what_was_written(name, block_size):
 
 
 def test_writing_leaves_other_slots_alone():
-    layer = load_format("fp32").allocate(num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    store = KVStore(load_format("fp32"), num_layers=1, num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, device=device)
+    layer = store.layer(0)
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
     slots = torch.tensor([3, 9])
@@ -50,7 +52,8 @@ def test_writing_leaves_other_slots_alone():
 
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
 def test_a_block_takes_the_bytes_that_are_allocated(name, dtype):
-    layer = load_format(name).allocate(num_blocks=5, block_size=16, num_kv_heads=3, head_dim=64, device=torch.device("cpu"))
+    device = torch.device("cpu")
+    layer = KVStore(load_format(name), num_layers=1, num_blocks=5, block_size=16, num_kv_heads=3, head_dim=64, device=device).layer(0)
     held = layer.keys.numel() * layer.keys.itemsize + layer.values.numel() * layer.values.itemsize
     assert load_format(name).bytes_per_block(block_size=16, num_kv_heads=3, head_dim=64) * 5 == held
 
