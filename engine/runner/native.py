@@ -10,9 +10,9 @@ import math
 from torch import Tensor
 
 from engine.attention.backends.cpu import Backend
-from engine.kernels.cpu.attention import KVLayout
 from engine.kernels.cpu.decoder import PackedDecoder
 from engine.kv.packed import PackedLayer
+from engine.kv.packed_codes import PackedCodesLayer
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.runner.batch import Batch
@@ -24,11 +24,13 @@ class NativeForward:
 
     def __init__(self, model: Decoder, *, store: KVStore, backend: Backend, max_tokens: int, int8: bool = False) -> None:
         spec = backend.spec
-        layout = KVLayout(spec.num_kv_heads, spec.head_dim, spec.block_size)
         self.backend = backend
-        self.decoder = PackedDecoder(backend.library, model, layout=layout, max_tokens=max_tokens, int8=int8, num_threads=spec.num_threads)
+        self.store = store  # what the pools point into
+        self.decoder = PackedDecoder(
+            backend.library, model, layout=backend.layout, max_tokens=max_tokens, int8=int8, num_threads=spec.num_threads
+        )
         layers = [store.layer(index) for index in range(model.spec.num_layers)]
-        self.pools = [layer.pool for layer in layers if isinstance(layer, PackedLayer)]
+        self.pools = [layer.pointers for layer in layers if isinstance(layer, PackedLayer | PackedCodesLayer)]
         assert len(self.pools) == len(layers), "the store was allocated with the backend's kv_format"
 
     def hidden(self, batch: Batch) -> Tensor:
@@ -39,6 +41,7 @@ class NativeForward:
             wanted_M=batch.wanted_rows_W,
             attention=self.backend.plan(batch.attention),
             pools=self.pools,
+            filling=batch.filling,
         )
 
     def logits(self, hidden_ME: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionInputs, AttentionSpec
 from engine.kernels.cpu import build
-from engine.kernels.cpu.attention import LANES, MAX_HEAD_DIM, TOKENS_PER_GROUP, KVLayout, PagedAttention
-from engine.kv.format import KVLayer
+from engine.kernels.cpu.attention import CODES, LANES, MAX_HEAD_DIM, TOKENS_PER_GROUP, KVLayout, PagedAttention
+from engine.kv.format import KVFormat, KVLayer
 from engine.kv.packed import PackedFormat, PackedLayer
+from engine.kv.packed_codes import PackedCodesFormat, PackedCodesLayer
 
 
 def refuse(spec: AttentionSpec) -> str | None:
@@ -20,8 +21,8 @@ def refuse(spec: AttentionSpec) -> str | None:
         return f"the kernels run on the CPU, not on {spec.device.type}"
     if spec.dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16 and the model in {str(spec.dtype).removeprefix('torch.')}; use model.dtype=bfloat16"
-    if spec.kv_format != "bf16":
-        return f"the kernels read keys and values in bf16, not in {spec.kv_format}; use kv_cache.format=bf16"
+    if spec.kv_format not in (known := ("bf16", *CODES)):
+        return f"the kernels read keys and values in {', '.join(known)}, not in {spec.kv_format}; use kv_cache.format=bf16"
     if spec.head_dim % LANES != 0 or spec.head_dim > MAX_HEAD_DIM:
         return f"the kernels take head sizes that are multiples of {LANES} up to {MAX_HEAD_DIM}, and this model's is {spec.head_dim}"
     if spec.block_size % TOKENS_PER_GROUP != 0:
@@ -39,20 +40,18 @@ class Backend:
     def __init__(self, spec: AttentionSpec, *, tier: build.Tier | None = None) -> None:
         self.spec = spec
         self.library = build.load(tier)
-        self.kv_format = PackedFormat(self.library)
+        self.layout = KVLayout(spec.num_kv_heads, spec.head_dim, spec.block_size, CODES.get(spec.kv_format, 0))
+        is_plain = spec.kv_format == "bf16"
+        self.kv_format: KVFormat = PackedFormat(self.library) if is_plain else PackedCodesFormat(self.library, spec.kv_format)
 
     def plan(self, inputs: AttentionInputs) -> PagedAttention:
         spec = self.spec
         attention = PagedAttention(
-            self.library,
-            layout=KVLayout(spec.num_kv_heads, spec.head_dim, spec.block_size),
-            num_heads=spec.num_heads,
-            scale=spec.scale,
-            num_threads=spec.num_threads,
+            self.library, layout=self.layout, num_heads=spec.num_heads, scale=spec.scale, num_threads=spec.num_threads
         )
         attention.plan(query_starts=inputs.query_starts, kv_lengths=inputs.kv_lengths, block_tables=inputs.block_tables)
         return attention
 
     def attend(self, q_THD: Tensor, kv: KVLayer, plan: PagedAttention) -> Tensor:
-        assert isinstance(kv, PackedLayer), "the store was allocated with this backend's kv_format"
-        return plan.attend(q_THD, kv.pool)
+        assert isinstance(kv, PackedLayer | PackedCodesLayer), "the store was allocated with this backend's kv_format"
+        return plan.attend(q_THD, kv.pointers)

@@ -5,6 +5,7 @@
 
 #include "attention_plan.h"
 #include "attention_tile.h"
+#include "kv_codes.h"
 
 namespace pagemill {
 namespace {
@@ -69,20 +70,55 @@ private:
         return nullptr;
     }
 
+    // A group of 16 tokens in the pool.
+    struct Group {
+        std::int64_t block;
+        int offset;
+    };
+
+    Group group_of(const Span& span, int position) const {
+        const unsigned at = position, block_size = attention_.spec.kv.block_size;
+        return {attention_.blocks_of(span.sequence)[at / block_size], int(at % block_size)};
+    }
+
     Tile tile_of(const Span& span, int index) const {
         const KVLayout& kv = attention_.spec.kv;
-        const std::int32_t* blocks = attention_.blocks_of(span.sequence);
         const int first = index * kTileTokens;
         Tile tile;
         tile.num_tokens = std::min(kTileTokens, attention_.length_of(span.sequence) - first);
         for (int g = 0; g < kGroupsPerTile; g++) {
-            const unsigned position = first + std::min(g * kTokensPerGroup, (tile.num_tokens - 1) / kTokensPerGroup * kTokensPerGroup);
-            const unsigned block_size = kv.block_size;
-            const int offset = position % block_size;
-            tile.keys[g] = layer_.pool + kv.keys_at(blocks[position / block_size], item_.kv_head) + offset * head_dim_;
-            tile.values[g] = tile.keys[g] + kv.half();
+            const Group group = group_of(span, first + std::min(g, (tile.num_tokens - 1) / kTokensPerGroup) * kTokensPerGroup);
+            const bool is_coded = layer_.pool.is_coded(group.block);  // then `decode` gives it an address
+            tile.keys[g] = is_coded ? nullptr : layer_.pool.keys(kv, group.block, item_.kv_head) + group.offset * head_dim_;
+            tile.values[g] = is_coded ? nullptr : tile.keys[g] + kv.half();
         }
         return tile;
+    }
+
+    // Where full blocks are quantised, read those of the tile; fetches those of the next tile of the span, if there is one.
+    void decode(const Span& span, int index, Tile& tile) const {
+        const KVLayout& kv = attention_.spec.kv;
+        const int first = index * kTileTokens, num_groups = (tile.num_tokens + kTokensPerGroup - 1) / kTokensPerGroup;
+        for (int g = 0; g < kGroupsPerTile; g++) {
+            if (tile.keys[g]) continue;
+            if (g >= num_groups) {
+                tile.keys[g] = tile.keys[num_groups - 1];
+                tile.values[g] = tile.values[num_groups - 1];
+                continue;
+            }
+            const int position = first + g * kTokensPerGroup;
+            const Group group = group_of(span, position);
+            const std::uint8_t* ahead = nullptr;
+            if (index + 1 < span.last_tile && position + kTileTokens < attention_.length_of(span.sequence)) {
+                const Group later = group_of(span, position + kTileTokens);
+                if (layer_.pool.is_coded(later.block)) ahead = layer_.pool.codes + kv.keys_at(later.block, item_.kv_head) + later.offset * head_dim_;
+            }
+            bf16* const keys = scratch_.decoded->row(0) + g * kTokensPerGroup * head_dim_;
+            bf16* const values = scratch_.decoded->row(1) + g * kTokensPerGroup * head_dim_;
+            kv_decode_group(kv, layer_.pool, group.block, item_.kv_head, group.offset, ahead, keys, values);
+            tile.keys[g] = keys;
+            tile.values[g] = values;
+        }
     }
 
     // The rows of tokens first .. last - 1 over the tiles of a span. Tokens of a span see ever more positions.
@@ -97,7 +133,9 @@ private:
                 next = tile_of(*after, after->first_tile);
             }
             while (attention_.tokens[first].visible <= index * kTileTokens) first++;
-            read_tile(tile, next, index * kTileTokens, row_of(first), row_of(last));
+            const bool is_coded = attention_.spec.kv.codes != Codes::kNone;
+            if (is_coded) decode(span, index, tile);
+            read_tile(tile, is_coded ? tile : next, index * kTileTokens, row_of(first), row_of(last));
             tile = next;
         }
     }

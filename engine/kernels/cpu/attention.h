@@ -39,7 +39,7 @@ struct AttentionBatch {
 
 // One layer's numbers. Keys and values of all T tokens must be in the pool before any thread attends.
 struct AttentionLayer {
-    const bf16* pool;
+    KVPool pool;
     const bf16* q;            // [T, H, D]; a token's row of H x D numbers is contiguous
     std::int64_t q_stride;    // numbers from one token to the next
     bf16* out;                // [T, H, D]

@@ -23,14 +23,40 @@ MAX_HEAD_DIM = 256
 _Ints = npt.NDArray[np.integer[Any]]
 
 
+CODES = {"int8": 1, "fp8": 2}  # kv.h's, by the format whose numbers they are
+
+
 class KVLayout(ctypes.Structure):
-    """kv.h's: the sizes on which the layout of a layer's pool depends."""
+    """kv.h's: the sizes on which the layout of a layer's pool depends; ``codes`` are those of full blocks, 0 if plain."""
 
     num_kv_heads: int
     head_dim: int
     block_size: int
+    codes: int
 
-    _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32))
+    _fields_ = (("num_kv_heads", c_int32), ("head_dim", c_int32), ("block_size", c_int32), ("codes", c_int32))
+
+
+class KVPool(ctypes.Structure):
+    """kv.h's: where one layer's numbers lie. The tensors must outlive it."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("open", "filling", "codes", "exponents")),
+        *((name, c_int64) for name in ("first_place", "first_open")),
+    )
+
+    @classmethod
+    def plain(cls, blocks: Tensor) -> KVPool:
+        """bf16 blocks in one piece of memory."""
+        assert blocks.dtype == torch.bfloat16
+        return cls(open=blocks.data_ptr())
+
+    @classmethod
+    def coded(cls, codes: Tensor, exponents: Tensor, *, filling: Tensor, open: Tensor) -> KVPool:
+        """Quantised blocks, then the bf16 places."""
+        assert filling.dtype == open.dtype == torch.bfloat16 and codes.dtype == torch.uint8 and exponents.dtype == torch.int8
+        first_place = len(codes)
+        return cls(open.data_ptr(), filling.data_ptr(), codes.data_ptr(), exponents.data_ptr(), first_place, first_place + len(filling))
 
 
 class _Spec(ctypes.Structure):
@@ -48,12 +74,15 @@ class _Batch(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = (("pool", c_void_p), ("q", c_void_p), ("q_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64))
+    _fields_ = (("pool", KVPool), ("q", c_void_p), ("q_stride", c_int64), ("out", c_void_p), ("out_stride", c_int64))
 
 
 def declare(library: ctypes.CDLL) -> None:
     """Tell ctypes the argument types of the functions used here."""
     library.pagemill_kv_write.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
+    for name in ("move", "encode"):
+        getattr(library, f"pagemill_kv_{name}").argtypes = (c_void_p, c_void_p, c_void_p, c_int64)
+    library.pagemill_kv_decode.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_void_p)
     library.pagemill_attention_create.argtypes = (c_void_p,)
     library.pagemill_attention_create.restype = c_void_p
     library.pagemill_attention_destroy.argtypes = (c_void_p,)
@@ -63,17 +92,34 @@ def declare(library: ctypes.CDLL) -> None:
     library.pagemill_attend.argtypes = (c_void_p, c_void_p)
 
 
-def kv_write(library: ctypes.CDLL, layout: KVLayout, pool: Tensor, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
+def kv_write(library: ctypes.CDLL, layout: KVLayout, pool: KVPool, k_TKD: Tensor, v_TKD: Tensor, slots_T: Tensor) -> None:
     """Store bf16 keys and values in the pool's distinct int64 slots; a token's row must be contiguous."""
     for rows_TKD in (k_TKD, v_TKD):
-        assert rows_TKD.dtype == pool.dtype == torch.bfloat16
+        assert rows_TKD.dtype == torch.bfloat16
         assert rows_TKD.shape == (len(slots_T), layout.num_kv_heads, layout.head_dim)
         assert rows_TKD.stride()[1:] == (layout.head_dim, 1)
     assert slots_T.dtype == torch.int64 and slots_T.is_contiguous()
     k, v = k_TKD.data_ptr(), v_TKD.data_ptr()
     library.pagemill_kv_write(
-        ctypes.byref(layout), pool.data_ptr(), k, k_TKD.stride(0), v, v_TKD.stride(0), slots_T.data_ptr(), len(slots_T)
+        ctypes.byref(layout), ctypes.byref(pool), k, k_TKD.stride(0), v, v_TKD.stride(0), slots_T.data_ptr(), len(slots_T)
     )
+
+
+def kv_fill(library: ctypes.CDLL, layout: KVLayout, pool: KVPool, *, moves_2M: Tensor | None = None, full_2F: Tensor | None = None) -> None:
+    """Copy places (from, to), or quantise (place, block), int64 each."""
+    for pairs, function in ((moves_2M, library.pagemill_kv_move), (full_2F, library.pagemill_kv_encode)):
+        if pairs is not None:
+            assert pairs.dtype == torch.int64 and pairs.is_contiguous() and len(pairs) == 2
+            function(ctypes.byref(layout), ctypes.byref(pool), pairs.data_ptr(), pairs.shape[1])
+
+
+def kv_decode(library: ctypes.CDLL, layout: KVLayout, pool: KVPool, blocks_N: Tensor) -> Tensor:
+    """Quantised blocks as plain ones: int64 [N] -> bf16 [N, K, 2, B x D]."""
+    assert blocks_N.dtype == torch.int64
+    blocks_N = blocks_N.contiguous()
+    out = torch.empty(len(blocks_N), layout.num_kv_heads, 2, layout.block_size * layout.head_dim, dtype=torch.bfloat16)
+    library.pagemill_kv_decode(ctypes.byref(layout), ctypes.byref(pool), blocks_N.data_ptr(), len(blocks_N), out.data_ptr())
+    return out
 
 
 class PagedAttention:
@@ -105,11 +151,11 @@ class PagedAttention:
         """Tiles of 64 positions that a layer reads for each key/value head; those that sequences share count once."""
         return int(self._library.pagemill_attention_num_tiles(self.handle))
 
-    def attend(self, q_THD: Tensor, pool: Tensor) -> Tensor:
+    def attend(self, q_THD: Tensor, pool: KVPool) -> Tensor:
         """bf16 [T, H, D] of the planned step over a layer's pool -> bf16 [T, H, D]."""
-        assert q_THD.dtype == pool.dtype == torch.bfloat16 and q_THD.shape[1:] == self._shape_HD
+        assert q_THD.dtype == torch.bfloat16 and q_THD.shape[1:] == self._shape_HD
         q_THD = q_THD if q_THD.stride()[1:] == (self._shape_HD[1], 1) else q_THD.contiguous()
         out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
-        layer = _Layer(pool.data_ptr(), q_THD.data_ptr(), q_THD.stride(0), out_THD.data_ptr(), out_THD.stride(0))
+        layer = _Layer(pool, q_THD.data_ptr(), q_THD.stride(0), out_THD.data_ptr(), out_THD.stride(0))
         self._library.pagemill_attend(self.handle, ctypes.byref(layer))
         return out_THD

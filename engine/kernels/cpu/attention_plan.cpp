@@ -27,6 +27,7 @@ Attention::Attention(const AttentionSpec& given)
         own.maxima.resize(num_rows + kLanes);
         own.sums.resize(num_rows);
         own.values.resize(num_rows * spec.kv.head_dim / kLanes);
+        if (spec.kv.codes != Codes::kNone) own.decoded = std::make_unique<Matrix<bf16>>(2, kTileTokens * spec.kv.head_dim);
     }
 }
 

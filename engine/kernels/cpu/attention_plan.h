@@ -9,9 +9,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "attention.h"
+#include "matrix.h"
 
 namespace pagemill {
 
@@ -38,6 +40,7 @@ struct Scratch {
     std::vector<float> maxima;  // [rows and a vector more], of log2(e) * scale * q . k
     std::vector<Lanes> sums;    // [rows] of the weights 2^(score - maximum), each spread over the lanes
     std::vector<Lanes> values;  // [rows, D / kLanes], each times its weight
+    std::unique_ptr<Matrix<bf16>> decoded;  // the keys and the values of a tile, where full blocks are quantised
 };
 
 class Attention {

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.kernels.cpu.attention import KVLayout, PagedAttention
+from engine.kernels.cpu.attention import KVLayout, KVPool, PagedAttention
+from engine.kv.format import Filling
 from engine.layers.decoder import Decoder, DecoderLayer
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
@@ -57,7 +58,11 @@ class _Step(ctypes.Structure):
         ("positions", c_void_p),
         ("slots", c_void_p),
         ("attention", c_void_p),
-        ("pools", ctypes.POINTER(c_void_p)),
+        ("pools", ctypes.POINTER(KVPool)),
+        ("num_moves", c_int64),
+        ("moves", c_void_p),
+        ("num_full", c_int64),
+        ("full", c_void_p),
         ("num_wanted", c_int64),
         ("wanted", c_void_p),
         ("hidden", c_void_p),
@@ -184,11 +189,13 @@ class PackedDecoder:
         slots_T: Tensor,
         wanted_M: Tensor,
         attention: PagedAttention,
-        pools: Sequence[Tensor],
+        pools: Sequence[KVPool],
+        filling: Filling | None = None,
     ) -> Tensor:
         """Int64 ids, positions, slots and wanted rows of T -> bf16 [M, E padded to 32], the final norm applied.
 
-        ``pools`` has each layer's keys and values, which get the step's own; ``attention`` is planned for the step.
+        ``pools`` has each layer's keys and values, which get the step's own; ``attention`` is planned for the step, and
+        ``filling`` has the blocks that get full where these are quantised.
         """
         assert len(token_ids_T) <= self.max_tokens, "more tokens than the workspace has room for"
         assert attention.num_threads == self.num_threads, "an attention's lots are those of its threads"
@@ -199,7 +206,11 @@ class PackedDecoder:
             positions=positions_T.data_ptr(),
             slots=slots_T.data_ptr(),
             attention=attention.handle,
-            pools=(c_void_p * len(pools))(*(pool.data_ptr() for pool in pools)),
+            pools=(KVPool * len(pools))(*pools),
+            num_moves=0 if filling is None else filling.moves_2M.shape[1],
+            moves=None if filling is None else filling.moves_2M.data_ptr(),
+            num_full=0 if filling is None else filling.full_2F.shape[1],
+            full=None if filling is None else filling.full_2F.data_ptr(),
             num_wanted=len(wanted_M),
             wanted=wanted_M.data_ptr(),
             hidden=hidden_ME.data_ptr(),

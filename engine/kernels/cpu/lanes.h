@@ -60,6 +60,12 @@ PAGEMILL_INLINE Pairs all_pairs(const bf16* from) { return Pairs{} + load_as<std
 // The first number of each pair, with zero for the second.
 PAGEMILL_INLINE Pairs without_second(Pairs x) { return x & 0xffffu; }
 
+// The two bytes of the bf16 number that each code of seven bits stands for; an eighth bit is its sign.
+struct CodeTable {
+    alignas(64) std::uint8_t high[128];
+    alignas(64) std::uint8_t low[128];
+};
+
 #ifdef PAGEMILL_AVX512
 
 PAGEMILL_INLINE Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
@@ -81,6 +87,17 @@ PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
     const __m256i of_16 = _mm256_max_epu16(_mm512_castsi512_si256(of_32), _mm512_extracti64x4_epi64(of_32, 1));
     const __m128i of_8 = _mm_max_epu16(_mm256_castsi256_si128(of_16), _mm256_extracti128_si256(of_16, 1));
     return bf16(~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1))), 0));
+}
+
+// 64 codes, of two vectors of 32 numbers 8 by 8 in turn, as 64 bf16 numbers: `first` is added to the bits of the one
+// vector's, two by two, `second` to the other's.
+PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second, bf16* out) {
+    const __m512i code = _mm512_loadu_si512(codes);
+    const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), code, _mm512_load_si512(table.low + 64));
+    const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), code, _mm512_load_si512(table.high + 64));
+    const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | (b & c)
+    _mm512_storeu_si512(out, _mm512_add_epi16(_mm512_unpacklo_epi8(low, high), (__m512i)first));
+    _mm512_storeu_si512(out + 32, _mm512_add_epi16(_mm512_unpackhi_epi8(low, high), (__m512i)second));
 }
 
 PAGEMILL_INLINE Lanes load_bf16(const bf16* from) {
@@ -115,6 +132,15 @@ PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
     bf16 result = 0;
     for (int i = 0; i < 64; i++) result = (from[i] & 0x7fff) > result ? from[i] & 0x7fff : result;
     return result;
+}
+
+PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second, bf16* out) {
+    for (int i = 0; i < 64; i++) {
+        const std::uint8_t code = codes[i % 32 / 8 * 16 + i / 32 * 8 + i % 8];
+        const int magnitude = table.high[code & 127] << 8 | table.low[code & 127];
+        const std::uint32_t shift = i < 32 ? first[0] : second[0];
+        out[i] = bf16((magnitude | (code & 128) << 8) + (i % 2 ? shift >> 16 : shift));
+    }
 }
 
 typedef bf16 Halves __attribute__((vector_size(PAGEMILL_VECTOR_BYTES / 2)));

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "elementwise.h"
+#include "kv_codes.h"
 #include "matrix.h"
 #include "product.h"
 
@@ -16,7 +17,7 @@ namespace pagemill {
 // Rows that a thread takes at once through what happens to each row by itself.
 constexpr std::int64_t kRowsAtOnce = 4;
 
-constexpr int kJobsPerLayer = 4 + 4 * kJobsPerProduct;
+constexpr int kJobsPerLayer = 6 + 4 * kJobsPerProduct;
 constexpr int kJobsOutsideLayers = 3;
 
 class Workspace {
@@ -101,7 +102,9 @@ public:
             const Layer& layer = model_.layers[index];
             norm(layer.input_norm);
             project(layer.qkv, work_.normed, [&](std::int64_t panel) { return Store{work_.qkv, panel * kPanel, layer.qkv.bias}; });
+            make_room(step_.pools[index]);
             rotate_and_cache(layer, step_.pools[index]);
+            encode(step_.pools[index]);
             attend(step_.pools[index]);
             if (index + 1 == model_.num_layers) keep_wanted();
             project(layer.o, *attended_, [&](std::int64_t panel) { return add_to_stream(layer.o, panel); });
@@ -140,7 +143,7 @@ private:
     }
 
     // Head norms and rotation; queries stay here, keys and values go to their slots.
-    void rotate_and_cache(const Layer& layer, bf16* pool) {
+    void rotate_and_cache(const Layer& layer, const KVPool& pool) {
         const std::int64_t size = model_.kv.head_dim, num_q = model_.num_heads, num_kv = model_.kv.num_kv_heads;
         bf16* const keys = work_.kv.row(team_.thread());
         bf16* const values = keys + num_kv * size;
@@ -157,7 +160,24 @@ private:
         });
     }
 
-    void attend(const bf16* pool) {
+    // Blocks that get full leave their places to others.
+    void make_room(const KVPool& pool) {
+        team_.run(step_.num_moves, 1, [&](Range moves) {
+            for (std::int64_t i = moves.begin; i < moves.end; ++i) kv_move(model_.kv, pool, step_.moves[i], step_.moves[step_.num_moves + i]);
+        });
+    }
+
+    void encode(const KVPool& pool) {
+        const std::int64_t num_heads = model_.kv.num_kv_heads;
+        team_.run(step_.num_full * num_heads, num_heads, [&](Range shares) {
+            for (std::int64_t i = shares.begin; i < shares.end; ++i) {
+                const std::int64_t block = i / num_heads;
+                kv_encode(model_.kv, pool, step_.full[block], step_.full[step_.num_full + block], int(i % num_heads));
+            }
+        });
+    }
+
+    void attend(const KVPool& pool) {
         const AttentionLayer layer{pool, work_.q.row(0), work_.q.stride(), work_.attended.row(0), work_.attended.stride()};
         const auto lot_of = [&](int lot) { return items_of(*step_.attention, lot); };
         team_.run_lots(lot_of, 1, [&](Range items) { attend_items(*step_.attention, layer, items, team_.thread()); });

@@ -41,7 +41,11 @@ struct Step {
     const std::int64_t* positions;   // [T]
     const std::int64_t* slots;       // [T], where each token's key and value go
     const Attention* attention;      // planned for this step
-    bf16* const* pools;              // one of each layer
+    const KVPool* pools;             // one of each layer
+    std::int64_t num_moves;          // places to copy in each layer before it is written to
+    const std::int64_t* moves;       // [2, num_moves], from and to
+    std::int64_t num_full;           // blocks to quantise in each layer once it is written to
+    const std::int64_t* full;        // [2, num_full], places and blocks
     std::int64_t num_wanted;         // M
     const std::int64_t* wanted;      // [M], rows of T
     bf16* hidden;                    // [M, E padded to 32], the final norm applied

@@ -56,7 +56,7 @@ def attend(world, chunks, *, num_threads=1, share_prefixes=True):
     )
     attention.plan(query_starts=inputs.query_starts, kv_lengths=inputs.kv_lengths, block_tables=inputs.block_tables)
     q_THD = torch.cat([c.q_PHD[start:end] for c, start, end in chunks])
-    return attention.attend(q_THD, world.store.layer(0).pool), attention.num_tiles
+    return attention.attend(q_THD, world.store.layer(0).pointers), attention.num_tiles
 
 
 def last(conversation):

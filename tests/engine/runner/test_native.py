@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,12 +43,21 @@ def wide_model(tiny_model, tmp_path_factory) -> str:
     return str(folder)
 
 
-def engine(path: str, *, attention: str = "auto", dtype: str = "bfloat16", weights: str = "native", pool=(64, 16), **settings) -> Engine:
+def engine(
+    path: str,
+    *,
+    attention: str = "auto",
+    dtype: str = "bfloat16",
+    weights: str = "native",
+    kv_format: str = "auto",
+    pool=(64, 16),
+    **settings,
+) -> Engine:
     """``pool`` is the number of blocks and their size."""
     return Engine.from_config(
         model=ModelConfig(path=path, dtype=dtype, weights=weights),
-        engine=EngineConfig(device="cpu", attention=attention, max_num_seqs=4, max_num_batched_tokens=32, **settings),
-        kv_cache=KVCacheConfig(num_blocks=pool[0], block_size=pool[1]),
+        engine=EngineConfig(device="cpu", attention=attention, **{"max_num_seqs": 4, "max_num_batched_tokens": 32} | settings),
+        kv_cache=KVCacheConfig(format=kv_format, num_blocks=pool[0], block_size=pool[1]),
     )
 
 
@@ -154,3 +164,43 @@ def test_bits_do_not_depend_on_blocks_or_memory(wide_model, weights):
         assert answers(other) == usual, pool
         num_preemptions += other.stats.num_preemptions
     assert num_preemptions > 0
+
+
+@pytest.mark.parametrize("weights", ["native", "int8"])
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_quantised_keys_and_values_run_natively_and_are_those_that_torch_reads(wide_model, kv_format, weights):
+    asked = requests(temperature=0.0, prompt_logprobs=0)
+    native = engine(wide_model, kv_format=kv_format, weights=weights)
+    assert isinstance(native.runner.forward, NativeForward)
+    found, torchs = answers(native, asked), answers(engine(wide_model, attention="reference", dtype="float32", kv_format=kv_format), asked)
+    for i, completion in found.items():
+        near = {"rel": 5e-3 if weights == "native" else 2e-2}
+        assert math.fsum(completion.prompt_logprobs) == pytest.approx(math.fsum(torchs[i].prompt_logprobs), **near)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_quantised_rows_are_the_same_to_the_bit_in_any_company(wide_model, kv_format):
+    """Alone, together, in small steps, on few blocks, and a second time from the cache."""
+    asked = [*requests(temperature=0.0), *(replace(request, id=request.id + 10) for request in requests(n=3, seed=4))]
+
+    def numbers(engine: Engine, rows: list[Request]) -> dict:
+        done = sorted(engine.generate(rows), key=lambda completion: (completion.request_id, completion.sample_index))
+        return {(c.request_id, c.sample_index): (c.token_ids, c.logprobs) for c in done}
+
+    expected = {}
+    for request in asked:
+        expected |= numbers(engine(wide_model, kv_format=kv_format), [request])
+    together = engine(wide_model, kv_format=kv_format, max_num_seqs=16, max_num_batched_tokens=200)
+    assert numbers(together, asked) == expected
+    assert numbers(together, asked) == expected
+    assert together.stats.num_cached_tokens > 0
+    assert numbers(engine(wide_model, kv_format=kv_format, max_num_batched_tokens=7), asked) == expected
+    scarce = engine(wide_model, kv_format=kv_format, pool=(5, 16))
+    assert numbers(scarce, asked) == expected
+    assert scarce.stats.num_preemptions > 0
+
+
+def test_four_bits_run_on_torch_and_a_named_backend_refuses_them(wide_model):
+    assert isinstance(engine(wide_model, kv_format="fp4").runner.forward, TorchForward)
+    with pytest.raises(ValueError, match=r"engine\.attention: 'cpu' cannot serve this run: .*bf16, int8, fp8, not in fp4"):
+        engine(wide_model, attention="cpu", kv_format="fp4")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionInputs
-from engine.kernels.cpu.attention import KVLayout, PagedAttention
+from engine.kernels.cpu.attention import KVLayout, KVPool, PagedAttention
 from engine.kernels.cpu.decoder import PackedDecoder
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
@@ -114,7 +114,7 @@ class Native:
             slots_T=torch.from_numpy(inputs.slots(np.repeat(np.arange(len(chunks)), counts), positions)),
             wanted_M=wanted_M,
             attention=attention,
-            pools=self.pools,
+            pools=[KVPool.plain(pool) for pool in self.pools],
         )
         assert not hidden[:, self.spec.hidden_size :].any(), "padding that is not zero"
         return hidden[:, : self.spec.hidden_size]

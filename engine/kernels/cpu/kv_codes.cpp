@@ -1,0 +1,163 @@
+#include "kv_codes.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace pagemill {
+namespace {
+
+constexpr int kVector = 32;  // numbers that share two scales: those at even places one, those at odd places the other
+constexpr int kLeastExponent = -60, kMostExponent = 100, kNoNumber = 118;
+constexpr int kExponentPlace = 7;  // of a bf16 number
+constexpr bf16 kZero = 64 << kExponentPlace;
+
+// The 16 bits of whole numbers, and of floats with 4 bits of exponent (bias 7) and 3 of mantissa.
+constexpr CodeTable table_of(Codes codes) {
+    CodeTable table{};
+    for (int code = 1; code < 128; code++) {
+        int mantissa = codes == Codes::kInt8 ? code : code < 8 ? code : 8 + code % 8;
+        int exponent = codes == Codes::kInt8 ? 0 : std::max(code / 8, 1) - 10;
+        while (mantissa < 128) mantissa *= 2, exponent--;
+        const int bits = (exponent + 7 + 127) << kExponentPlace | (mantissa - 128);
+        table.high[code] = std::uint8_t(bits >> 8);
+        table.low[code] = std::uint8_t(bits & 255);
+    }
+    table.high[0] = kZero >> 8;
+    table.low[0] = kZero & 255;
+    return table;
+}
+
+constexpr CodeTable kWhole = table_of(Codes::kInt8), kFloat = table_of(Codes::kE4M3);
+
+// Which of the pairs of scales that a half of a block has is that of its vector `index`.
+struct KeyScales {
+    int head_dim;
+    int operator()(int index) const { return index % (head_dim / 2); }
+};
+struct ValueScales {
+    int head_dim;
+    int operator()(int index) const { return index / (head_dim / 16); }
+};
+struct OneScale {
+    int operator()(int) const { return 0; }
+};
+
+int exponent_of(bf16 largest_magnitude, float largest_code) {
+    if (largest_magnitude >= 0x7f80) return kNoNumber;
+    int exponent;
+    const float mantissa = std::frexp(widen(largest_magnitude) / largest_code, &exponent);
+    return std::clamp(exponent - (mantissa == 0.5f), kLeastExponent, kMostExponent);
+}
+
+// Rounded to nearest, ties to even; 0 <= x.
+std::uint8_t whole_code(float x) { return std::uint8_t(std::min(127.0f, (x + 12582912.0f) - 12582912.0f)); }
+
+std::uint8_t float_code(float x) {
+    x = std::min(x, 448.0f);
+    const std::uint32_t bits = load_as<std::uint32_t>(&x);
+    const std::uint32_t normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+    return x < 0.015625f ? whole_code(x * 512.0f) : std::uint8_t(normal);
+}
+
+// Half a block of `count` numbers with `num_scales` pairs of scales; a single scale is written for both of its pair.
+template <class ScaleOf, class CodeOf>
+void encode_half(
+    const bf16* from, int count, int num_scales, const ScaleOf& scale_of, float largest_code, const CodeOf& code_of, std::uint8_t* codes,
+    std::int8_t* exponents) {
+    constexpr int kMostScales = 512;
+    bf16 most[2 * kMostScales] = {};
+    for (int index = 0; index < count / kVector; index++) {
+        bf16* pair = most + 2 * scale_of(index);
+        for (int j = 0; j < kVector; j++) pair[j % 2] = std::max<bf16>(pair[j % 2], from[index * kVector + j] & 0x7fff);
+    }
+    if (num_scales == 1) most[0] = most[1] = std::max(most[0], most[1]);
+    float factors[2 * kMostScales];
+    for (int scale = 0; scale < 2 * std::max(num_scales / 2, 1); scale++) {
+        const int exponent = exponent_of(most[scale], largest_code);
+        if (scale < num_scales) exponents[scale] = std::int8_t(exponent);
+        factors[scale] = exponent == kNoNumber ? std::numeric_limits<float>::infinity() : std::ldexp(1.0f, -exponent);
+    }
+    for (int index = 0; index < count / kVector; index++) {
+        const float* factor = factors + 2 * scale_of(index);
+        std::uint8_t* to = codes + index / 2 * 2 * kVector + index % 2 * 8;
+        for (int j = 0; j < kVector; j++) {
+            const bf16 x = from[index * kVector + j];
+            const float scaled = std::isinf(factor[j % 2]) ? largest_code : widen(x & 0x7fff) * factor[j % 2];
+            to[j / 8 * 16 + j % 8] = std::uint8_t(code_of(scaled) | (x >> 8 & 0x80));
+        }
+    }
+}
+
+// Exponents as what is added to the bits of bf16 numbers, two by two.
+void widen_exponents(const std::int8_t* exponents, int count, bool is_one, bf16* shifts) {
+    for (int i = 0; i < count; i++) shifts[i] = bf16(exponents[is_one ? 0 : i] * (1 << kExponentPlace));
+}
+
+template <class ScaleOf>
+void decode_half(
+    const CodeTable& table, const std::uint8_t* codes, int count, const bf16* shifts, const ScaleOf& scale_of, const std::uint8_t* ahead, bf16* out) {
+    for (int index = 0; index < count / kVector; index += 2) {
+        const std::uint8_t* from = codes + index * kVector;
+        if (ahead) __builtin_prefetch(ahead + index * kVector, 0, 2);
+        decode_codes(table, from, all_pairs(shifts + 2 * scale_of(index)), all_pairs(shifts + 2 * scale_of(index + 1)), out + index * kVector);
+    }
+}
+
+}  // namespace
+
+void kv_encode(const KVLayout& layout, const KVPool& pool, std::int64_t place, std::int64_t block, int head) {
+    const int count = int(layout.half());
+    const bf16* keys = pool.keys(layout, place, head);
+    const bf16* values = keys + layout.half();
+    const int num_keys = num_key_exponents(layout), num_values = num_value_exponents(layout);
+    std::uint8_t* codes = pool.codes + layout.keys_at(block, head);
+    std::int8_t* exponents = pool.exponents + (block * layout.num_kv_heads + head) * (num_keys + num_values);
+    if (layout.codes == Codes::kInt8) {
+        encode_half(keys, count, num_keys, KeyScales{layout.head_dim}, 127.0f, whole_code, codes, exponents);
+        encode_half(values, count, num_values, ValueScales{layout.head_dim}, 127.0f, whole_code, codes + count, exponents + num_keys);
+    } else {
+        encode_half(keys, count, 1, OneScale(), 448.0f, float_code, codes, exponents);
+        encode_half(values, count, 1, OneScale(), 448.0f, float_code, codes + count, exponents + num_keys);
+    }
+}
+
+void kv_decode_group(
+    const KVLayout& layout, const KVPool& pool, std::int64_t block, int head, int offset, const std::uint8_t* ahead, bf16* keys, bf16* values) {
+    constexpr int kMostDims = 256;
+    const bool is_one = layout.codes != Codes::kInt8;
+    const int count = kTokensPerGroup * layout.head_dim, num_keys = num_key_exponents(layout);
+    const std::uint8_t* codes = pool.codes + layout.keys_at(block, head) + std::int64_t(offset) * layout.head_dim;
+    const std::int8_t* exponents = pool.exponents + (block * layout.num_kv_heads + head) * (num_keys + num_value_exponents(layout));
+    bf16 key_shifts[kMostDims], value_shifts[kTokensPerGroup];
+    widen_exponents(exponents, layout.head_dim, is_one, key_shifts);
+    widen_exponents(exponents + num_keys + (is_one ? 0 : offset), kTokensPerGroup, is_one, value_shifts);
+    const CodeTable& table = is_one ? kFloat : kWhole;
+    decode_half(table, codes, count, key_shifts, KeyScales{layout.head_dim}, ahead, keys);
+    decode_half(table, codes + layout.half(), count, value_shifts, ValueScales{layout.head_dim}, ahead ? ahead + layout.half() : nullptr, values);
+}
+
+}  // namespace pagemill
+
+using namespace pagemill;
+
+void pagemill_kv_encode(const KVLayout* layout, const KVPool* pool, const std::int64_t* full, std::int64_t num_full) {
+    for (std::int64_t i = 0; i < num_full; i++) {
+        for (int head = 0; head < layout->num_kv_heads; head++) kv_encode(*layout, *pool, full[i], full[num_full + i], head);
+    }
+}
+
+void pagemill_kv_move(const KVLayout* layout, const KVPool* pool, const std::int64_t* moves, std::int64_t num_moves) {
+    for (std::int64_t i = 0; i < num_moves; i++) kv_move(*layout, *pool, moves[i], moves[num_moves + i]);
+}
+
+void pagemill_kv_decode(const KVLayout* layout, const KVPool* pool, const std::int64_t* blocks, std::int64_t num_blocks, bf16* out) {
+    for (std::int64_t i = 0; i < num_blocks; i++) {
+        for (int head = 0; head < layout->num_kv_heads; head++) {
+            bf16* keys = out + layout->keys_at(i, head);
+            for (int offset = 0; offset < layout->block_size; offset += kTokensPerGroup) {
+                const std::int64_t at = std::int64_t(offset) * layout->head_dim;
+                kv_decode_group(*layout, *pool, blocks[i], head, offset, nullptr, keys + at, keys + layout->half() + at);
+            }
+        }
+    }
+}
