@@ -70,13 +70,7 @@ private:
         return nullptr;
     }
 
-    // A group of 16 tokens in the pool.
-    struct Group {
-        std::int64_t block;
-        int offset;
-    };
-
-    Group group_of(const Span& span, int position) const {
+    CodedGroup group_of(const Span& span, int position) const {
         const unsigned at = position, block_size = attention_.spec.kv.block_size;
         return {attention_.blocks_of(span.sequence)[at / block_size], int(at % block_size)};
     }
@@ -87,13 +81,59 @@ private:
         Tile tile;
         tile.num_tokens = std::min(kTileTokens, attention_.length_of(span.sequence) - first);
         for (int g = 0; g < kGroupsPerTile; g++) {
-            const Group group = group_of(span, first + std::min(g, (tile.num_tokens - 1) / kTokensPerGroup) * kTokensPerGroup);
+            const CodedGroup group = group_of(span, first + std::min(g, (tile.num_tokens - 1) / kTokensPerGroup) * kTokensPerGroup);
             const bool is_coded = layer_.pool.is_coded(group.block);  // then `decode` gives it an address
             tile.keys[g] = is_coded ? nullptr : layer_.pool.keys(kv, group.block, item_.kv_head) + group.offset * head_dim_;
             tile.values[g] = is_coded ? nullptr : tile.keys[g] + kv.half();
         }
         return tile;
     }
+
+    // The group in the same place of the span's next tile, where that is coded; else the group itself.
+    CodedGroup group_after(const Span& span, int index, int g) const {
+        const int position = index * kTileTokens + g * kTokensPerGroup, later = position + kTileTokens;
+        if (index + 1 < span.last_tile && later < attention_.length_of(span.sequence)) {
+            const CodedGroup next = group_of(span, later);
+            if (layer_.pool.is_coded(next.block)) return next;
+        }
+        return group_of(span, position);
+    }
+
+#ifdef PAGEMILL_AVX512
+    // Few rows read codes in the registers; for many it is better to decode the tile once.
+    bool reads_codes(const Tile& tile, int num_rows) const {
+        const bool is_coded = std::none_of(tile.keys, tile.keys + kGroupsPerTile, [](const bf16* keys) { return keys != nullptr; });
+        return is_coded && num_rows <= kMaxRows && tile.num_tokens == kTileTokens && num_vectors_ % kMaxColumns == 0;
+    }
+
+    void read_codes(const Span& span, int index, int first_row, int last_row) {
+        const KVLayout& kv = attention_.spec.kv;
+        CodedTile tile;
+        for (int g = 0; g < kGroupsPerTile; g++) {
+            const CodedGroup next = group_after(span, index, g);
+            tile.groups[g].open(kv, layer_.pool, item_.kv_head, group_of(span, index * kTileTokens + g * kTokensPerGroup), next);
+            tile.next_keys[g] = codes_of(kv, layer_.pool, item_.kv_head, next);
+            tile.next_values[g] = tile.next_keys[g] + kv.half();
+        }
+        with_constant<kMaxRows>(last_row - first_row, [&](auto R) { read_coded_rows<R>(tile, index * kTileTokens, first_row); });
+    }
+
+    template <int R>
+    void read_coded_rows(const CodedTile& tile, int first_position, int row) {
+        int visible[R];
+        for (int r = 0; r < R; r++) {
+            visible[r] = std::min(kTileTokens, attention_.tokens[item_.first_token + (row + r) / group_].visible - first_position);
+        }
+        alignas(64) float scores[R][kTileTokens];
+        alignas(64) bf16 weights[R][kTileTokens];
+        alignas(64) float decay[kLanes];
+        score_coded<R>(scratch_.queries.data() + std::size_t(row) * head_dim_, head_dim_, tile, scores);
+        if (visible[0] < kTileTokens) hide<R, kVectorsPerTile>(visible, scores);
+        weigh<R, kVectorsPerTile>(scores, attention_.spec.scale * kLog2E, &scratch_.maxima[row], &scratch_.sums[row], weights, decay);
+        Lanes* values = &scratch_.values[std::size_t(row) * num_vectors_];
+        for (int first = 0; first < num_vectors_; first += kMaxColumns) add_coded_values<R>(weights, decay, tile, head_dim_, first, values);
+    }
+#endif
 
     // Where full blocks are quantised, read those of the tile; fetches those of the next tile of the span, if there is one.
     void decode(const Span& span, int index, Tile& tile) const {
@@ -106,16 +146,11 @@ private:
                 tile.values[g] = tile.values[num_groups - 1];
                 continue;
             }
-            const int position = first + g * kTokensPerGroup;
-            const Group group = group_of(span, position);
-            const std::uint8_t* ahead = nullptr;
-            if (index + 1 < span.last_tile && position + kTileTokens < attention_.length_of(span.sequence)) {
-                const Group later = group_of(span, position + kTileTokens);
-                if (layer_.pool.is_coded(later.block)) ahead = layer_.pool.codes + kv.keys_at(later.block, item_.kv_head) + later.offset * head_dim_;
-            }
+            const CodedGroup group = group_of(span, first + g * kTokensPerGroup);
+            const CodedGroup next = group_after(span, index, g);
             bf16* const keys = scratch_.decoded->row(0) + g * kTokensPerGroup * head_dim_;
             bf16* const values = scratch_.decoded->row(1) + g * kTokensPerGroup * head_dim_;
-            kv_decode_group(kv, layer_.pool, group.block, item_.kv_head, group.offset, ahead, keys, values);
+            kv_decode_group(kv, layer_.pool, item_.kv_head, group, next, keys, values);
             tile.keys[g] = keys;
             tile.values[g] = values;
         }
@@ -134,6 +169,13 @@ private:
             }
             while (attention_.tokens[first].visible <= index * kTileTokens) first++;
             const bool is_coded = attention_.spec.kv.codes != Codes::kNone;
+#ifdef PAGEMILL_AVX512
+            if (is_coded && reads_codes(tile, row_of(last) - row_of(first))) {
+                read_codes(span, index, row_of(first), row_of(last));
+                tile = next;
+                continue;
+            }
+#endif
             if (is_coded) decode(span, index, tile);
             read_tile(tile, is_coded ? tile : next, index * kTileTokens, row_of(first), row_of(last));
             tile = next;

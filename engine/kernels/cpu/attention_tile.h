@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "kv_codes.h"
 
 namespace pagemill {
 
@@ -28,8 +29,15 @@ struct Tile {
     int num_tokens;  // that hold something
 };
 
+// A tile of quantised groups, all of whose tokens hold something.
+struct CodedTile {
+    GroupReader groups[kGroupsPerTile];
+    const std::uint8_t* next_keys[kGroupsPerTile];  // of the tile after it
+    const std::uint8_t* next_values[kGroupsPerTile];
+};
+
 // Into the second cache and no nearer: a tile and the one after it do not fit the first.
-PAGEMILL_INLINE void fetch(const bf16* line) { __builtin_prefetch(line, 0, 2); }
+PAGEMILL_INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 // Call work(std::integral_constant<int, value>()) for a value of 1 .. Most.
 template <int Most, class Work>
@@ -136,5 +144,66 @@ static __attribute__((noinline)) void add_values(
         PAGEMILL_UNROLL for (int v = 0; v < V; v++) values[v] = sums[r][v];
     }
 }
+
+#ifdef PAGEMILL_AVX512
+
+// `score` for a tile whose keys are read from their codes on the way: the same numbers in the same order, so the same bits.
+template <int R>
+static __attribute__((noinline)) void score_coded(const bf16* q_RD, int head_dim, const CodedTile& tile, float (*scores_RL)[kTileTokens]) {
+    Lanes sums[R][kGroupsPerTile];
+    PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
+        PAGEMILL_UNROLL for (int g = 0; g < kGroupsPerTile; g++) sums[r][g] = Lanes{};
+    }
+    const CodeTable& table = *tile.groups[0].table;
+    for (int dim = 0; dim < head_dim; dim += 4) {
+        PAGEMILL_UNROLL for (int g = 0; g < kGroupsPerTile; g++) {
+            const GroupReader& group = tile.groups[g];
+            fetch(tile.next_keys[g] + dim * kTokensPerGroup);
+            const TwoPairs keys = decoded(
+                table, group.keys + dim * kTokensPerGroup, all_pairs(group.key_shifts + dim), all_pairs(group.key_shifts + dim + 2));
+            PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
+                sums[r][g] = add_dot(sums[r][g], all_pairs(q_RD + r * head_dim + dim), keys.first);
+                sums[r][g] = add_dot(sums[r][g], all_pairs(q_RD + r * head_dim + dim + 2), keys.second);
+            }
+        }
+    }
+    PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
+        PAGEMILL_UNROLL for (int g = 0; g < kGroupsPerTile; g++) store(scores_RL[r] + g * kLanes, sums[r][g]);
+    }
+}
+
+// `add_values` for such a tile, in kMaxColumns vectors of dims from vector `first` of the head on.
+template <int R>
+static __attribute__((noinline)) void add_coded_values(
+    const bf16 (*weights_RL)[kTileTokens], const float* decay_R, const CodedTile& tile, int head_dim, int first, Lanes* values_RD) {
+    Lanes sums[R][kMaxColumns];
+    PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
+        const Lanes* values = values_RD + r * (head_dim / kLanes) + first;
+        PAGEMILL_UNROLL for (int v = 0; v < kMaxColumns; v++) sums[r][v] = values[v] * all(decay_R[r]);
+    }
+    const CodeTable& table = *tile.groups[0].table;
+    for (int g = 0; g < kGroupsPerTile; g++) {
+        const std::uint8_t* values = tile.groups[g].values + 2 * first * kLanes;
+        const std::uint8_t* ahead = tile.next_values[g] + 2 * first * kLanes;
+        for (int token = 0; token < kTokensPerGroup; token += 2, values += 2 * head_dim, ahead += 2 * head_dim) {
+            const Pairs shift = all_pairs(tile.groups[g].value_shifts + token);
+            PAGEMILL_UNROLL for (int v = 0; v < kMaxColumns; v += 2) {
+                fetch(ahead + 2 * v * kLanes);
+                const TwoPairs pairs = decoded(table, values + 2 * v * kLanes, shift, shift);
+                PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
+                    const Pairs weights = all_pairs(weights_RL[r] + g * kTokensPerGroup + token);
+                    sums[r][v] = add_dot(sums[r][v], weights, pairs.first);
+                    sums[r][v + 1] = add_dot(sums[r][v + 1], weights, pairs.second);
+                }
+            }
+        }
+    }
+    PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
+        Lanes* values = values_RD + r * (head_dim / kLanes) + first;
+        PAGEMILL_UNROLL for (int v = 0; v < kMaxColumns; v++) values[v] = sums[r][v];
+    }
+}
+
+#endif
 
 }  // namespace pagemill

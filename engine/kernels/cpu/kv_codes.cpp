@@ -98,7 +98,7 @@ void decode_half(
     const CodeTable& table, const std::uint8_t* codes, int count, const bf16* shifts, const ScaleOf& scale_of, const std::uint8_t* ahead, bf16* out) {
     for (int index = 0; index < count / kVector; index += 2) {
         const std::uint8_t* from = codes + index * kVector;
-        if (ahead) __builtin_prefetch(ahead + index * kVector, 0, 2);
+        __builtin_prefetch(ahead + index * kVector, 0, 2);
         decode_codes(table, from, all_pairs(shifts + 2 * scale_of(index)), all_pairs(shifts + 2 * scale_of(index + 1)), out + index * kVector);
     }
 }
@@ -121,19 +121,33 @@ void kv_encode(const KVLayout& layout, const KVPool& pool, std::int64_t place, s
     }
 }
 
-void kv_decode_group(
-    const KVLayout& layout, const KVPool& pool, std::int64_t block, int head, int offset, const std::uint8_t* ahead, bf16* keys, bf16* values) {
-    constexpr int kMostDims = 256;
+const std::uint8_t* codes_of(const KVLayout& layout, const KVPool& pool, int head, const CodedGroup& group) {
+    return pool.codes + layout.keys_at(group.block, head) + std::int64_t(group.offset) * layout.head_dim;
+}
+
+void GroupReader::open(const KVLayout& layout, const KVPool& pool, int head, const CodedGroup& group, const CodedGroup& next) {
+    constexpr int kLine = 64;
     const bool is_one = layout.codes != Codes::kInt8;
-    const int count = kTokensPerGroup * layout.head_dim, num_keys = num_key_exponents(layout);
-    const std::uint8_t* codes = pool.codes + layout.keys_at(block, head) + std::int64_t(offset) * layout.head_dim;
-    const std::int8_t* exponents = pool.exponents + (block * layout.num_kv_heads + head) * (num_keys + num_value_exponents(layout));
-    bf16 key_shifts[kMostDims], value_shifts[kTokensPerGroup];
+    const int num_keys = num_key_exponents(layout), num_exponents = num_keys + num_value_exponents(layout);
+    const auto exponents_of = [&](const CodedGroup& of) { return pool.exponents + (of.block * layout.num_kv_heads + head) * num_exponents; };
+    for (int i = 0; i < num_exponents; i += kLine) __builtin_prefetch(exponents_of(next) + i, 0, 2);
+    __builtin_prefetch(exponents_of(next) + num_exponents - 1, 0, 2);
+    const std::int8_t* exponents = exponents_of(group);
     widen_exponents(exponents, layout.head_dim, is_one, key_shifts);
-    widen_exponents(exponents + num_keys + (is_one ? 0 : offset), kTokensPerGroup, is_one, value_shifts);
-    const CodeTable& table = is_one ? kFloat : kWhole;
-    decode_half(table, codes, count, key_shifts, KeyScales{layout.head_dim}, ahead, keys);
-    decode_half(table, codes + layout.half(), count, value_shifts, ValueScales{layout.head_dim}, ahead ? ahead + layout.half() : nullptr, values);
+    widen_exponents(exponents + num_keys + (is_one ? 0 : group.offset), kTokensPerGroup, is_one, value_shifts);
+    keys = codes_of(layout, pool, head, group);
+    values = keys + layout.half();
+    table = is_one ? &kFloat : &kWhole;
+}
+
+void kv_decode_group(
+    const KVLayout& layout, const KVPool& pool, int head, const CodedGroup& group, const CodedGroup& next, bf16* keys, bf16* values) {
+    const int count = kTokensPerGroup * layout.head_dim;
+    GroupReader reader;
+    reader.open(layout, pool, head, group, next);
+    const std::uint8_t* ahead = codes_of(layout, pool, head, next);
+    decode_half(*reader.table, reader.keys, count, reader.key_shifts, KeyScales{layout.head_dim}, ahead, keys);
+    decode_half(*reader.table, reader.values, count, reader.value_shifts, ValueScales{layout.head_dim}, ahead + layout.half(), values);
 }
 
 }  // namespace pagemill
@@ -156,7 +170,8 @@ void pagemill_kv_decode(const KVLayout* layout, const KVPool* pool, const std::i
             bf16* keys = out + layout->keys_at(i, head);
             for (int offset = 0; offset < layout->block_size; offset += kTokensPerGroup) {
                 const std::int64_t at = std::int64_t(offset) * layout->head_dim;
-                kv_decode_group(*layout, *pool, blocks[i], head, offset, nullptr, keys + at, keys + layout->half() + at);
+                const CodedGroup group{blocks[i], offset};
+                kv_decode_group(*layout, *pool, head, group, group, keys + at, keys + layout->half() + at);
             }
         }
     }

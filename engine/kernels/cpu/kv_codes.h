@@ -22,10 +22,32 @@ inline int num_value_exponents(const KVLayout& layout) { return layout.codes == 
 // its numbers within the largest code; what is no number makes all of its scale as large as can be.
 void kv_encode(const KVLayout& layout, const KVPool& pool, std::int64_t place, std::int64_t block, int head);
 
-// Read the 16 tokens of (block, head) that begin at `offset`: their keys and values, 16 * head_dim each, as in a plain
-// block. Fetches the codes at `ahead`, as many for the keys as for the values behind them, where it is not null.
+// Where 16 tokens of one head lie: those of `block` from `offset` on.
+struct CodedGroup {
+    std::int64_t block;
+    int offset;
+};
+
+constexpr int kMostDims = 256;
+
+// What it takes to read one head's share of a group.
+struct GroupReader {
+    const std::uint8_t* keys;
+    const std::uint8_t* values;
+    const CodeTable* table;
+    bf16 key_shifts[kMostDims];            // to add to the bits of a number: one a channel
+    bf16 value_shifts[kTokensPerGroup];    // one a token
+
+    // Fetches the exponents of `next`.
+    void open(const KVLayout& layout, const KVPool& pool, int head, const CodedGroup& group, const CodedGroup& next);
+};
+
+const std::uint8_t* codes_of(const KVLayout& layout, const KVPool& pool, int head, const CodedGroup& group);
+
+// Read one head's share of a group: keys and values, 16 * head_dim each, as in a plain block. Fetches what will be needed
+// to read `next`, which may be the same.
 void kv_decode_group(
-    const KVLayout& layout, const KVPool& pool, std::int64_t block, int head, int offset, const std::uint8_t* ahead, bf16* keys, bf16* values);
+    const KVLayout& layout, const KVPool& pool, int head, const CodedGroup& group, const CodedGroup& next, bf16* keys, bf16* values);
 
 }  // namespace pagemill
 

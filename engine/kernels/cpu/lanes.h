@@ -66,6 +66,10 @@ struct CodeTable {
     alignas(64) std::uint8_t low[128];
 };
 
+struct TwoPairs {
+    Pairs first, second;
+};
+
 #ifdef PAGEMILL_AVX512
 
 PAGEMILL_INLINE Lanes max(Lanes a, Lanes b) { return _mm512_max_ps(a, b); }
@@ -89,15 +93,22 @@ PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
     return bf16(~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1))), 0));
 }
 
-// 64 codes, of two vectors of 32 numbers 8 by 8 in turn, as 64 bf16 numbers: `first` is added to the bits of the one
-// vector's, two by two, `second` to the other's.
-PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second, bf16* out) {
+// 64 codes, of two vectors of 32 numbers 8 by 8 in turn, as bf16 numbers: `first` is added to the bits of the one vector's,
+// two by two, `second` to the other's.
+PAGEMILL_INLINE TwoPairs decoded(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second) {
     const __m512i code = _mm512_loadu_si512(codes);
     const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), code, _mm512_load_si512(table.low + 64));
     const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), code, _mm512_load_si512(table.high + 64));
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | (b & c)
-    _mm512_storeu_si512(out, _mm512_add_epi16(_mm512_unpacklo_epi8(low, high), (__m512i)first));
-    _mm512_storeu_si512(out + 32, _mm512_add_epi16(_mm512_unpackhi_epi8(low, high), (__m512i)second));
+    return {
+        (Pairs)_mm512_add_epi16(_mm512_unpacklo_epi8(low, high), (__m512i)first),
+        (Pairs)_mm512_add_epi16(_mm512_unpackhi_epi8(low, high), (__m512i)second)};
+}
+
+PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second, bf16* out) {
+    const TwoPairs both = decoded(table, codes, first, second);
+    std::memcpy(out, &both.first, sizeof both.first);
+    std::memcpy(out + 32, &both.second, sizeof both.second);
 }
 
 PAGEMILL_INLINE Lanes load_bf16(const bf16* from) {
@@ -134,6 +145,7 @@ PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
     return result;
 }
 
+// 64 codes as bf16 numbers, as above.
 PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second, bf16* out) {
     for (int i = 0; i < 64; i++) {
         const std::uint8_t code = codes[i % 32 / 8 * 16 + i / 32 * 8 + i % 8];

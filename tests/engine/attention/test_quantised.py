@@ -152,12 +152,20 @@ def test_a_prefix_that_another_computed(name, kv_format):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("reference", torch.float32), ("cpu", torch.bfloat16)])
-@given(cuts=st.sets(st.integers(1, 98), max_size=8), block_size=st.sampled_from([16, 32, 48]), kv_format=st.sampled_from(NAMES))
+@given(cuts=st.sets(st.integers(1, 179), max_size=10), block_size=st.sampled_from([16, 32, 48]), kv_format=st.sampled_from(NAMES))
 @settings(max_examples=15, deadline=None)
 def test_bits_do_not_depend_on_the_cuts(name, dtype, cuts, block_size, kv_format):
     if name == "cpu" and kv_format == "fp4":
         kv_format = "int8"
     whole, cut = (World(name, kv_format, block_size=block_size, dtype=dtype) for _ in range(2))
-    others = [cut.sequence(length, seed=length) for length in (7, 40)]
-    expected = whole.computed(whole.sequence(99, seed=3), [])
-    assert torch.equal(cut.computed(cut.sequence(99, seed=3), sorted(cuts), others), expected)
+    others = [cut.sequence(length, seed=length) for length in (7, 16)]
+    expected = whole.computed(whole.sequence(180, seed=3), [])
+    assert torch.equal(cut.computed(cut.sequence(180, seed=3), sorted(cuts), others), expected)
+
+
+@pytest.mark.parametrize("kv_format", ["int8", "fp8"])
+def test_the_kernels_bits_are_the_same_token_by_token(kv_format):
+    """One row at a time reads the codes where many rows read what was decoded for all of them."""
+    whole, cut = (World("cpu", kv_format, dtype=torch.bfloat16) for _ in range(2))
+    expected = whole.computed(whole.sequence(200, seed=3), [])
+    assert torch.equal(cut.computed(cut.sequence(200, seed=3), list(range(1, 200))), expected)
