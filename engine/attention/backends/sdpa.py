@@ -42,7 +42,7 @@ def refuse(spec: AttentionSpec) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlan:
-    """Tokens ``rows`` of the step, one sequence's, over its slots [1, L]; bias [J x n, L] is -inf above the diagonal."""
+    """Tokens ``rows`` of the step, one sequence's, over its slots [1, L]; bias [J x n, L] is -inf at what they do not see."""
 
     rows: slice
     slots_1L: Tensor
@@ -75,14 +75,15 @@ class Backend:
         self.kv_format = load_format(spec.kv_format)
 
     def plan(self, inputs: AttentionInputs) -> SdpaPlan:
-        num_queries = np.diff(inputs.query_starts)
+        runs = _runs(inputs)
+        decodes = [run for run in runs if inputs.query_starts[run.stop] - inputs.query_starts[run.start] == 1]
         groups = [
             (part, num_shared)
-            for seqs, num_shared in _by_prefix(inputs, np.flatnonzero(num_queries == 1))
+            for seqs, num_shared in _by_prefix(inputs, np.array([run.start for run in decodes], dtype=np.int64))
             for part in _by_length(seqs, inputs.kv_lengths[seqs] - num_shared)
         ]
         return SdpaPlan(
-            chunks=[self._plan_chunk(inputs, seq) for seq in np.flatnonzero(num_queries > 1).tolist()],
+            chunks=[self._plan_chunk(inputs, run) for run in runs if run not in decodes],
             decodes=[self._plan_decodes(inputs, seqs, num_shared) for seqs, num_shared in groups],
         )
 
@@ -94,14 +95,23 @@ class Backend:
             o_THD[group.rows_G] = self._attend_decodes(q_THD[group.rows_G], kv, group)
         return o_THD
 
-    def _plan_chunk(self, inputs: AttentionInputs, seq: int) -> ChunkPlan:
-        start, end = (int(row) for row in inputs.query_starts[seq : seq + 2])
-        length = int(inputs.kv_lengths[seq])
-        # Torch's is_causal counts from the top left; a chunk's diagonal ends in the bottom right.
-        hidden_nL = np.arange(length) > np.arange(length - (end - start), length)[:, None]
+    def _plan_chunk(self, inputs: AttentionInputs, run: range) -> ChunkPlan:
+        """The last sequence's blocks but its own, which the others begin with, then each one's own block."""
+        lengths, num_queries = inputs.kv_lengths[run.start : run.stop], np.diff(inputs.query_starts[run.start : run.stop + 1])
+        own_starts = (lengths - 1) // inputs.block_size * inputs.block_size
+        before = np.arange(own_starts[-1])
+        own_sizes = lengths - own_starts
+        index_O = np.repeat(np.arange(len(run)), own_sizes)
+        position_O = np.arange(len(index_O)) + np.repeat(lengths - np.cumsum(own_sizes), own_sizes)
+        index_n = np.repeat(np.arange(len(run)), num_queries)
+        position_n = np.arange(len(index_n)) + np.repeat(lengths - np.cumsum(num_queries), num_queries)
+        hidden_before = before > np.minimum(position_n, own_starts[index_n] - 1)[:, None]
+        hidden_own = (index_O != index_n[:, None]) | (position_O > position_n[:, None])
+        hidden_nL = np.concatenate((hidden_before, hidden_own), axis=1)
+        slots = np.concatenate((inputs.slots(np.array(run.stop - 1), before), inputs.slots(run.start + index_O, position_O)))
         return ChunkPlan(
-            rows=slice(start, end),
-            slots_1L=self._to_device(inputs.slots(np.array([[seq]]), np.arange(length)[None])),
+            rows=slice(int(inputs.query_starts[run.start]), int(inputs.query_starts[run.stop])),
+            slots_1L=self._to_device(slots[None]),
             bias_ML=self._bias(hidden_nL).repeat(self.spec.queries_per_kv, 1),
         )
 
@@ -145,6 +155,24 @@ class Backend:
 
     def _to_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.spec.device)
+
+
+def _runs(inputs: AttentionInputs) -> list[range]:
+    """Neighbours that can be read as one: each goes on where the one before it filled a block, behind the same blocks.
+
+    So are the pieces of a chunk where blocks are quantised; else nearly every sequence is on its own.
+    """
+    starts = inputs.kv_lengths - np.diff(inputs.query_starts)
+    runs = [range(1)]
+    for seq in range(1, len(starts)):
+        length = int(starts[seq])
+        num_blocks = length // inputs.block_size - 1
+        goes_on = length % inputs.block_size == 0 and length == inputs.kv_lengths[seq - 1] and num_blocks >= 0
+        if goes_on and np.array_equal(inputs.block_tables[seq, :num_blocks], inputs.block_tables[seq - 1, :num_blocks]):
+            runs[-1] = range(runs[-1].start, seq + 1)
+        else:
+            runs.append(range(seq, seq + 1))
+    return runs
 
 
 def _for_all_rows(x_GKJA: Tensor, y_KAB: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from engine.kv.formats._quantised import Part
 # Exponents go from here to there. What is no number becomes so large that its row's logits are none either.
 _LEAST_EXPONENT, _MOST_EXPONENT, _NO_NUMBER = -60, 100, 118
 
-_DIMS = {"channel": -2, "token": -1, "block": (-2, -1)}
+_DIMS: dict[str, int | tuple[int, ...]] = {"channel": -2, "token": -1, "block": (-2, -1)}
 
 
 @dataclass(frozen=True, slots=True)

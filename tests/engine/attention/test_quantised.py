@@ -169,3 +169,13 @@ def test_the_kernels_bits_are_the_same_token_by_token(kv_format):
     whole, cut = (World("cpu", kv_format, dtype=torch.bfloat16) for _ in range(2))
     expected = whole.computed(whole.sequence(200, seed=3), [])
     assert torch.equal(cut.computed(cut.sequence(200, seed=3), list(range(1, 200))), expected)
+
+
+def test_sdpa_reads_a_chunk_in_pieces_once():
+    """99 tokens are seven pieces: six full blocks as they are stored, and each one's own tokens plain."""
+    world = World("sdpa", "int8")
+    seq, other = world.sequence(99, seed=0), world.sequence(20, seed=1)
+    plan = StepPlan((Chunk(other, 0, 20, samples=False), Chunk(seq, 0, 99, samples=False)))
+    batch = build_batch(plan, block_size=16, device=world.spec.device, placement=world.store.place(plan))
+    assert len(batch.attention.kv_lengths) == 2 + 7
+    assert [chunk.slots_1L.numel() for chunk in world.backend.plan(batch.attention).chunks] == [16 + 20, 96 + 99]
