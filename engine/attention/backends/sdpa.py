@@ -11,7 +11,6 @@ J = H / K query heads a key/value head, D head size.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.backend import AttentionInputs, AttentionSpec
+from engine.attention.prefix import Ints, shared_prefixes
 from engine.kv.format import KVLayer, load_format
-
-Ints = npt.NDArray[np.int64]
 
 # Reading a prefix once is worth its own products when it saves this many tokens' keys and values.
 _MIN_SAVED_TOKENS = 256
@@ -79,7 +77,9 @@ class Backend:
         decodes = [run for run in runs if inputs.query_starts[run.stop] - inputs.query_starts[run.start] == 1]
         groups = [
             (part, num_shared)
-            for seqs, num_shared in _by_prefix(inputs, np.array([run.start for run in decodes], dtype=np.int64))
+            for seqs, num_shared in shared_prefixes(
+                inputs, np.array([run.start for run in decodes], dtype=np.int64), min_saved_tokens=_MIN_SAVED_TOKENS
+            )
             for part in _by_length(seqs, inputs.kv_lengths[seqs] - num_shared)
         ]
         return SdpaPlan(
@@ -179,30 +179,6 @@ def _for_all_rows(x_GKJA: Tensor, y_KAB: Tensor) -> Tensor:
     """Multiply every row of the group with one shared matrix a head: [G, K, J, A] x [K, A, B] -> [G, K, J, B]."""
     x_KMA = x_GKJA.transpose(0, 1).flatten(1, 2)
     return (x_KMA @ y_KAB).unflatten(1, (x_GKJA.shape[0], -1)).transpose(0, 1)
-
-
-def _by_prefix(inputs: AttentionInputs, seqs: Ints) -> list[tuple[Ints, int]]:
-    """Split decodes into groups and the number of leading tokens that each group shares, 0 for those on their own."""
-    families: dict[int, list[int]] = defaultdict(list)
-    for seq in seqs:
-        families[int(inputs.block_tables[seq, 0])].append(int(seq))
-    groups: list[tuple[Ints, int]] = []
-    alone: list[int] = []
-    for family in families.values():
-        members = np.array(family)
-        num_shared = _num_shared_tokens(inputs, members)
-        if (len(family) - 1) * num_shared >= _MIN_SAVED_TOKENS:
-            groups.append((members, num_shared))
-        else:
-            alone += family
-    return [*groups, (np.array(alone, dtype=np.int64), 0)] if alone else groups
-
-
-def _num_shared_tokens(inputs: AttentionInputs, seqs: Ints) -> int:
-    """Tokens in the leading blocks that all ``seqs`` have in common, short of any one's last token."""
-    num_blocks = int(inputs.kv_lengths[seqs].min() - 1) // inputs.block_size
-    equal = (inputs.block_tables[seqs, :num_blocks] == inputs.block_tables[seqs[0], :num_blocks]).all(axis=0)
-    return (num_blocks if equal.all() else int(equal.argmin())) * inputs.block_size
 
 
 def _by_length(seqs: Ints, lengths: Ints) -> list[Ints]:
