@@ -21,9 +21,10 @@ from engine.kv.format import KVFormat, KVLayer
 class AttentionSpec:
     """What a backend must serve, fixed for the life of an engine.
 
-    Query head h reads key/value head ``h // (num_heads // num_kv_heads)``. The softmax runs over ``scale * q @ k``.
-    ``dtype`` is that of q and of the result, ``kv_format`` the file name of the cache's format, ``num_threads`` how many a
-    backend that starts its own may start.
+    Query head h reads key/value head ``h // (num_heads // num_kv_heads)``. The softmax runs over ``scale * q @ k``, each
+    score s of which becomes ``c * tanh(s / c)`` where there is a ``soft_cap`` c. ``dtype`` is that of q and of the result,
+    ``kv_format`` the file name of the cache's format, ``windowed`` whether some layer attends within a window,
+    ``num_threads`` how many a backend that starts its own may start.
     """
 
     device: torch.device
@@ -36,10 +37,18 @@ class AttentionSpec:
     kv_format: str
     batch_invariant: bool
     num_threads: int = 1
+    soft_cap: float | None = None
+    windowed: bool = False
 
     @property
     def queries_per_kv(self) -> int:
         return self.num_heads // self.num_kv_heads
+
+    def refuse_masks(self) -> str | None:
+        """The reason of a backend that knows the causal mask only, where more is asked for."""
+        if self.soft_cap is None and not self.windowed:
+            return None
+        return "it knows neither windows nor caps of scores; use engine.attention=triton or reference"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +90,9 @@ class AttentionBackend(Protocol[PlanT]):
         """The work that is the same for all layers: indices, masks, groups."""
         ...
 
-    def attend(self, q_THD: Tensor, kv: KVLayer, plan: PlanT) -> Tensor:
-        """[T, H, D] -> [T, H, D] in q's dtype: each query looks at its own sequence up to and including itself."""
+    def attend(self, q_THD: Tensor, kv: KVLayer, plan: PlanT, *, window: int | None = None) -> Tensor:
+        """[T, H, D] -> [T, H, D] in q's dtype: each query looks at its own sequence up to and including itself.
+
+        With ``window`` w it sees itself and the w - 1 positions before it; only where ``spec.windowed`` announced it.
+        """
         ...

@@ -27,6 +27,8 @@ def refuse(spec: AttentionSpec) -> str | None:
         return f"the kernels take head sizes that are multiples of {LANES} up to {MAX_HEAD_DIM}, and this model's is {spec.head_dim}"
     if spec.block_size % TOKENS_PER_GROUP != 0:
         return f"the kernels take blocks of a multiple of {TOKENS_PER_GROUP} tokens, and kv_cache.block_size is {spec.block_size}"
+    if (reason := spec.refuse_masks()) is not None:
+        return reason
     try:
         build.load()
     except build.Unavailable as reason:
@@ -52,6 +54,7 @@ class Backend:
         attention.plan(query_starts=inputs.query_starts, kv_lengths=inputs.kv_lengths, block_tables=inputs.block_tables)
         return attention
 
-    def attend(self, q_THD: Tensor, kv: KVLayer, plan: PagedAttention) -> Tensor:
+    def attend(self, q_THD: Tensor, kv: KVLayer, plan: PagedAttention, *, window: int | None = None) -> Tensor:
+        assert window is None, "refused"
         assert isinstance(kv, PackedLayer | PackedCodesLayer), "the store was allocated with this backend's kv_format"
         return plan.attend(q_THD, kv.pointers)

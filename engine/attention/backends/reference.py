@@ -27,9 +27,13 @@ from engine.kv.format import KVLayer, load_format
 QUERY_TILE = 8
 KV_TILE = 64
 
+# The score of a position that a window has passed: so low that it weighs 0 beside any other, and finite, so that a row that
+# sees nothing of a tile stays a number. What such a row takes in weighs 0 from its first visible position on.
+_PASSED = -1e30
+
 
 def refuse(spec: AttentionSpec) -> str | None:
-    """It serves every dtype, format and head size, on any device."""
+    """It serves every dtype, format, head size and mask, on any device."""
     return None
 
 
@@ -42,12 +46,14 @@ class ReferencePlan:
         num_tiles: G.
         slots: per KV tile, the slots [g, L] of the g query tiles that see it.
         causal_GQL: 0 where a query may look at a position of the last KV tile it sees, else -inf.
+        positions_GQ: the position of each row of a query tile.
     """
 
     rows_T: Tensor
     num_tiles: int
     slots: list[Tensor]
     causal_GQL: Tensor
+    positions_GQ: Tensor
 
 
 class Backend:
@@ -74,9 +80,10 @@ class Backend:
             num_tiles=len(seq_G),
             slots=[self._to_device(slots) for slots in _slots_by_kv_tile(inputs, seq_G=seq_G, first_G=first_G)],
             causal_GQL=self._to_device(np.where(causal_QL, np.float32(0), np.float32(-np.inf))),
+            positions_GQ=self._to_device(first_G[:, None] + np.arange(QUERY_TILE)),
         )
 
-    def attend(self, q_THD: Tensor, kv: KVLayer, plan: ReferencePlan) -> Tensor:
+    def attend(self, q_THD: Tensor, kv: KVLayer, plan: ReferencePlan, *, window: int | None = None) -> Tensor:
         q_BRD = self._to_tiles(q_THD, plan)
         group = self.spec.queries_per_kv
         num_products, num_rows, _ = q_BRD.shape
@@ -90,6 +97,14 @@ class Backend:
             k_BLD, v_BLD = (part.flatten(0, 1).float() for part in kv.gather(slots_gL))
 
             scores_BRL = torch.bmm(q_BRD[active], k_BLD.transpose(1, 2))
+            if self.spec.soft_cap is not None:
+                scores_BRL.div_(self.spec.soft_cap).tanh_().mul_(self.spec.soft_cap)
+            if window is not None:
+                passed_GQL = (
+                    torch.arange(index * KV_TILE, (index + 1) * KV_TILE, device=q_THD.device) <= plan.positions_GQ[..., None] - window
+                )
+                tiles_GKJQL = scores_BRL.view(num_tiles, -1, group, QUERY_TILE, KV_TILE)
+                tiles_GKJQL.masked_fill_(passed_GQL[:num_tiles, None, None], _PASSED)
             ending = scores_BRL.view(num_tiles, -1, group, QUERY_TILE, KV_TILE)[num_going_on:]
             ending += plan.causal_GQL[num_going_on:num_tiles, None, None]
 

@@ -35,7 +35,7 @@ def refuse(spec: AttentionSpec) -> str | None:
     if spec.batch_invariant:
         remedy = "use engine.attention=reference, or cpu with model.dtype=bfloat16"
         return f"engine.batch_invariant=true needs results that do not depend on the batch; {remedy}"
-    return None
+    return spec.refuse_masks()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,8 @@ class Backend:
             decodes=[self._plan_decodes(inputs, seqs, num_shared) for seqs, num_shared in groups],
         )
 
-    def attend(self, q_THD: Tensor, kv: KVLayer, plan: SdpaPlan) -> Tensor:
+    def attend(self, q_THD: Tensor, kv: KVLayer, plan: SdpaPlan, *, window: int | None = None) -> Tensor:
+        assert window is None, "refused"
         o_THD = torch.empty_like(q_THD)
         for chunk in plan.chunks:
             o_THD[chunk.rows] = self._attend_chunk(q_THD[chunk.rows], kv, chunk)

@@ -40,6 +40,9 @@ class PagedWorld:
         seed=0,
         dtype=torch.float32,
         device="cpu",
+        window=None,
+        soft_cap=None,
+        batch_invariant=False,
     ) -> None:
         self.spec = AttentionSpec(
             device=torch.device(device),
@@ -50,8 +53,11 @@ class PagedWorld:
             scale=head_dim**-0.5,
             block_size=block_size,
             kv_format=format_name("auto", model_dtype=str(dtype).removeprefix("torch.")),
-            batch_invariant=False,
+            batch_invariant=batch_invariant,
+            soft_cap=soft_cap,
+            windowed=window is not None,
         )
+        self.window = window
         self.backend = select(backend, spec=self.spec) if isinstance(backend, str) else backend(self.spec)
         self.random = np.random.default_rng(seed)
         self.generator = torch.Generator().manual_seed(seed)
@@ -105,15 +111,18 @@ class PagedWorld:
     def attend(self, chunks: list[tuple[Conversation, int, int]]) -> list[torch.Tensor]:
         """The backend's result for each chunk, computed in one step."""
         q_THD = torch.cat([c.q_PHD[start:end] for c, start, end in chunks]).to(self.spec.device)
-        o_THD = self.backend.attend(q_THD, self.store.layer(0), self.backend.plan(self.inputs(chunks)))
+        o_THD = self.backend.attend(q_THD, self.store.layer(0), self.backend.plan(self.inputs(chunks)), window=self.window)
         return list(o_THD.cpu().split([end - start for _, start, end in chunks]))
 
     def expected(self, conversation: Conversation, start: int, end: int, *, of_values=torch.Tensor.double) -> torch.Tensor:
-        """Full causal attention in float64, straight from the definition; ``of_values`` may change the values before."""
+        """Attention in float64, straight from the definition; ``of_values`` may change the values before."""
         group = self.spec.queries_per_kv
         q, k, v = (part.double() for part in (conversation.q_PHD[start:end], conversation.k_PKD[:end], of_values(conversation.v_PKD[:end])))
         scores = torch.einsum("thd,phd->htp", q, k.repeat_interleave(group, dim=1)) * self.spec.scale
-        visible = torch.arange(end) <= torch.arange(start, end)[:, None]
+        if self.spec.soft_cap is not None:
+            scores = self.spec.soft_cap * torch.tanh(scores / self.spec.soft_cap)
+        distance = torch.arange(start, end)[:, None] - torch.arange(end)
+        visible = (distance >= 0) & (distance < (self.window or end))
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         return torch.einsum("htp,phd->thd", weights, v.repeat_interleave(group, dim=1))
 
