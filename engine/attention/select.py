@@ -12,8 +12,8 @@ from engine.attention.backend import AttentionBackend, AttentionSpec
 
 _PACKAGE, _KEY = "engine.attention.backends", "engine.attention"
 
-# The order in which "auto" asks: the fastest first, last the one that serves everything.
-AUTO_ORDER = ("cpu", "sdpa", "reference")
+# The order in which "auto" asks on a device: the fastest first, last the one that serves everything.
+AUTO_ORDER = {"cpu": ("cpu", "sdpa", "reference"), "cuda": ("triton", "sdpa", "reference")}
 
 
 def select(name: str, *, spec: AttentionSpec) -> AttentionBackend[Any]:
@@ -28,7 +28,7 @@ def select(name: str, *, spec: AttentionSpec) -> AttentionBackend[Any]:
             raise ValueError(f"{_KEY}: {name!r} cannot serve this run: {reason}")
         return module.Backend(spec)
     reasons = []
-    for candidate in AUTO_ORDER:
+    for candidate in AUTO_ORDER[spec.device.type]:
         module = plugins.load(_PACKAGE, candidate, key=_KEY)
         if (reason := module.refuse(spec)) is None:
             return module.Backend(spec)

@@ -165,6 +165,16 @@ class OracleEngine(Engine):
         return done
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request) -> str:
+    """Where the kernels for a GPU are tried: in Triton's interpreter, and with ``pytest -m gpu`` on a GPU."""
+    import torch
+
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no NVIDIA GPU here")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def oracle_engine() -> type[OracleEngine]:
     return OracleEngine

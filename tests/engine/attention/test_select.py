@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from engine import plugins
 from engine.attention.select import AUTO_ORDER, select
 
 
 def test_auto_knows_only_files_that_are_there():
-    assert set(AUTO_ORDER) <= set(plugins.names("engine.attention.backends"))
+    assert {name for order in AUTO_ORDER.values() for name in order} <= set(plugins.names("engine.attention.backends"))
 
 
 def test_auto_takes_the_first_that_does_not_refuse(paged_world):
@@ -23,3 +24,16 @@ def test_auto_takes_the_first_that_does_not_refuse(paged_world):
 def test_an_unknown_name_is_refused_with_the_choices(paged_world):
     with pytest.raises(ValueError, match=r"engine\.attention: there is no 'sdpaa'; choose one of .*reference"):
         select("sdpaa", spec=paged_world().spec)
+
+
+@pytest.mark.parametrize("change", [{"windowed": True}, {"soft_cap": 30.0}], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), [("cpu", torch.bfloat16), ("sdpa", torch.float32)])
+def test_windows_and_caps_are_refused_by_those_that_lack_them(paged_world, name, dtype, change):
+    with pytest.raises(
+        ValueError, match=rf"engine\.attention: '{name}' cannot serve this run: it knows neither windows nor caps of scores"
+    ):
+        select(name, spec=replace(paged_world(dtype=dtype).spec, **change))
+
+
+def test_auto_takes_no_kernels_in_an_interpreter(paged_world):
+    assert type(select("auto", spec=paged_world(dtype=torch.float16).spec)).__module__.endswith("sdpa")
