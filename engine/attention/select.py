@@ -13,7 +13,7 @@ from engine.attention.backend import AttentionBackend, AttentionSpec
 _PACKAGE, _KEY = "engine.attention.backends", "engine.attention"
 
 # The order in which "auto" asks on a device: the fastest first, last the one that serves everything.
-AUTO_ORDER = {"cpu": ("cpu", "sdpa", "reference"), "cuda": ("triton", "sdpa", "reference")}
+AUTO_ORDER = {"cpu": ("cpu", "sdpa", "reference"), "cuda": ("flash", "triton", "sdpa", "reference")}
 
 
 def select(name: str, *, spec: AttentionSpec) -> AttentionBackend[Any]:

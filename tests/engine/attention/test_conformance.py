@@ -7,7 +7,7 @@ import torch
 
 from engine import plugins
 
-BACKENDS = plugins.names("engine.attention.backends")
+BACKENDS = sorted(set(plugins.names("engine.attention.backends")) - {"flash"})  # that one runs on a GPU only: test_flash.py
 NARROW = {"cpu"}  # these compute in bfloat16 only, over blocks that are a multiple of 16 tokens
 INTERPRETED = {"triton"}  # a thousand times slower here than on its GPU
 WIDE = sorted(set(BACKENDS) - NARROW)
