@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from engine.attention.backend import AttentionBackend, AttentionSpec
-from engine.attention.backends import cpu
+from engine.attention.backends import cpu, flash, triton
 from engine.attention.select import select
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
 from engine.context import max_model_len
@@ -213,15 +213,30 @@ class _Frame:
 
 
 def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any], max_tokens: int, weights: str) -> Forward:
-    """The CPU's kernels run the whole step where they run the attention; torch does where another backend does."""
+    """A device's own kernels run the step where they, or flash-attn, run the attention; torch does where another backend does."""
     if isinstance(backend, cpu.Backend):
         return NativeForward(decoder, store=store, backend=backend, max_tokens=max_tokens, int8=weights == "int8")
+    if _is_fused(backend):
+        from engine.runner.fused import FusedForward
+
+        return FusedForward(decoder, store=store, backend=backend)
     return TorchForward(decoder, store=store, backend=backend)
 
 
 def _choose(backend: AttentionBackend[Any]) -> Choose:
-    """Draws come from the CPU's kernels where the step does."""
-    return NativeChoice(backend.library, num_threads=backend.spec.num_threads) if isinstance(backend, cpu.Backend) else choose
+    """Draws come from the device's own kernels where the step does."""
+    if isinstance(backend, cpu.Backend):
+        return NativeChoice(backend.library, num_threads=backend.spec.num_threads)
+    if _is_fused(backend):
+        from engine.kernels.triton import sampling
+
+        return sampling.choose
+    return choose
+
+
+def _is_fused(backend: AttentionBackend[Any]) -> bool:
+    """Whether what lies around the attention runs on the Triton kernels: where these are, and the cache is plain."""
+    return isinstance(backend, (triton.Backend, flash.Backend))
 
 
 def _saved_blocks(frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> SavedBlocks | None:

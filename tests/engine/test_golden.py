@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams
 
@@ -32,13 +33,13 @@ def read(path: Path) -> list[dict]:
         return [json.loads(line) for line in lines]
 
 
-def answer(rows, *, attention, max_tokens, shuffle=False, scarce=False, max_num_seqs=64, prefix_cache=True, block_size=16):
+def answer(rows, *, attention, max_tokens, device="cpu", shuffle=False, scarce=False, max_num_seqs=64, prefix_cache=True, block_size=16):
     """Completions by row id, and the engine's numbers."""
     longest = max(len(row["prompt_token_ids"]) for row in rows) + max_tokens
     num_blocks = longest + 50 if scarce else None  # of one token each: room for the longest row, or for two of the shorter ones
     engine = Engine.from_config(
         model=MODEL,
-        engine=EngineConfig(attention=attention, max_num_seqs=max_num_seqs),
+        engine=EngineConfig(device=device, attention=attention, max_num_seqs=max_num_seqs),
         kv_cache=KVCacheConfig(block_size=block_size, prefix_cache=prefix_cache, num_blocks=num_blocks, memory=None if scarce else "1GiB"),
     )
     rows = random.Random(5).sample(rows, len(rows)) if shuffle else rows
@@ -64,6 +65,16 @@ def assert_golden(rows, done, engine) -> None:
 def test_answers_equal_transformers(attention):
     rows = read(OWN)
     done, engine = answer(rows, attention=attention, max_tokens=32)
+    assert_golden(rows, done, engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_on_a_gpu_equal_transformers(way):
+    if not torch.cuda.is_available():
+        pytest.skip("there is no NVIDIA GPU here")
+    rows = [row | {"token_ids": row["token_ids"][:12], "finish_reason": "length"} for row in read(OWN)]
+    done, engine = answer(rows, attention="triton", device="cuda", max_tokens=12, **WAYS[way])
     assert_golden(rows, done, engine)
 
 

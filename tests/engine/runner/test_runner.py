@@ -14,6 +14,7 @@ from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
 from engine.runner.forward import TorchForward
+from engine.runner.fused import FusedForward
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
@@ -79,7 +80,8 @@ class Bench:
             store.layer(layer).keys.fill_(torch.nan)
             store.layer(layer).values.fill_(torch.nan)
         sampler = Sampler(num_valid_tokens=SPEC.vocab_size, seed=0)
-        forward = TorchForward(self.model, store=store, backend=select(name, spec=attention))
+        forward_class = FusedForward if name == "triton" else TorchForward
+        forward = forward_class(self.model, store=store, backend=select(name, spec=attention))
         self.runner = ModelRunner(forward, store=store, sampler=sampler, stats=Stats(), device=CPU)
 
     def sequence(self, tokens: list[int], *, blocks: list[int] | None = None, id: int = 0, **params) -> Sequence:
