@@ -38,6 +38,7 @@ def _add(digest: _Hash, array: pa.Array) -> None:
     if pa.types.is_null(kind):
         digest.update(str(len(array)).encode())
         return
+    digest.update(b"nulls" if array.null_count else b"whole")  # or a null could pass for a value that holds one
     if array.null_count:
         _add(digest, array.is_valid())
         array = array.drop_null()

@@ -53,6 +53,11 @@ def test_digests_are_equal_if_and_only_if_the_values_are(data: st.DataObject, ki
     assert digests[0] == digests[2], "layout does not count"
 
 
+def test_a_null_is_not_a_value_that_holds_one() -> None:
+    kind = pa.list_(pa.struct({"x": pa.string()}))
+    assert len({_values.digest(batches([value], kind, [])) for value in (None, [], [None], [{"x": None}], [{"x": ""}])}) == 5
+
+
 def test_names_and_types_count() -> None:
     tables = [{"a": pa.array([1], pa.int8())}, {"a": pa.array([1], pa.int16())}, {"b": pa.array([1], pa.int8())}]
     assert len({_values.digest(pa.table(table).to_batches()) for table in tables}) == 3
