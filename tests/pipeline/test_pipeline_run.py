@@ -160,7 +160,8 @@ def test_an_id_that_cannot_be_read_is_its_rows_error(run_job, read_parts, tmp_pa
     assert table["error_code"].to_pylist() == [None, "bad_row", None]
 
 
-def test_an_input_that_goes_away_breaks_the_run_off(run_job, read_parts, write_jsonl, tmp_path, scripted_engine) -> None:
+def test_an_input_that_goes_away_breaks_the_run_off(run_job, read_parts, write_jsonl, tmp_path, scripted_engine, monkeypatch) -> None:
+    monkeypatch.setattr("pipeline.runner.MAX_AHEAD_ROWS", 1)  # or all would be read before
     for name in "abcdefgh":
         write_jsonl(prompts(8), f"in/{name}.jsonl")
     run_job(tmp_path / "in", out="whole")
