@@ -37,6 +37,7 @@ class Behind(Generic[T]):
         self._items: deque[T] = deque()  # the first is being worked on
         self._error: BaseException | None = None
         self._is_over = False
+        self._has_ended = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="behind", daemon=True)
 
@@ -48,8 +49,12 @@ class Behind(Generic[T]):
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
-        self._thread.join()
-        self.left = list(self._items)
+        try:
+            self._wait_for_end()
+        finally:  # a Ctrl-C ends the waiting, not the work; whoever comes next must find it done
+            self._wait_for_end()
+            self._thread.join()  # not sooner: to Python a thread whose join is interrupted has ended
+            self.left = list(self._items)
         if error is not self._error:
             self.check()
 
@@ -88,6 +93,13 @@ class Behind(Generic[T]):
                 if self._error is None:
                     self._items.popleft()
                 self._changed.notify_all()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _wait_for_end(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended)
 
     def _next(self) -> T | None:
         """The item to work on, when there is one; None when all is done and nothing will follow."""

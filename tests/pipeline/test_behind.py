@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -43,6 +44,34 @@ def test_all_is_done_though_the_block_is_left_by_an_error() -> None:
     with pytest.raises(ZeroDivisionError):
         give_and_fail()
     assert done == [0, 1, 2, 3]
+
+
+def test_all_is_done_though_the_waiting_is_interrupted() -> None:
+    done: list[int] = []
+    leaving = threading.Event()
+
+    def work(item: int) -> None:
+        leaving.wait()
+        time.sleep(0.1)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        time.sleep(0.2)
+        done.append(item)
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def give_and_leave() -> None:
+        with Behind(work, most=3) as behind:
+            behind.give(0)
+            leaving.set()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            give_and_leave()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert done == [0]
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])
