@@ -343,13 +343,17 @@ class _Mill:
     def _commit(self, shard: _OpenShard) -> None:
         """Make the part of a full shard, in the thread behind, which the ledger belongs to while rows run."""
         rows = [answers for answers in shard.rows if answers is not None]
-        table = self._columns.table(shard.table, rows)
-        self._ledger.commit(
-            shard.part,
-            suffix=self._writer.suffix,
-            write=lambda path: self._writer.write(path, table),
-            rows=[row for answers in rows for row in answers],
-        )
+        try:
+            table = self._columns.table(shard.table, rows)
+            self._ledger.commit(
+                shard.part,
+                suffix=self._writer.suffix,
+                write=lambda path: self._writer.write(path, table),
+                rows=[row for answers in rows for row in answers],
+            )
+        except BaseException:
+            shard.journal.flush()  # there is no part to hold the newest answers
+            raise
         shard.journal.close()
         self._watchdog.progressed()
 

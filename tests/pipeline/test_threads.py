@@ -20,6 +20,7 @@ from pipeline.journal import Journal
 from pipeline.ledger import Ledger
 from pipeline.reader import open_reader
 from pipeline.types import Shard
+from pipeline.writer import PartWriter
 
 
 class InTurn:
@@ -261,6 +262,26 @@ def test_a_full_disk_ends_the_run_and_what_was_written_stays(
     for name in kept:
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert run_job(path).num_resumed >= 8 * len(kept)
+    assert read_parts().equals(read_parts("whole"))
+
+
+@pytest.mark.parametrize("error", [OSError("the share is read-only"), ZeroDivisionError()])
+def test_the_answers_to_a_shard_that_makes_no_part_are_kept(
+    run_job, read_parts, write_jsonl, scripted_engine, monkeypatch, error: Exception
+) -> None:
+    path = write_jsonl([{"prompt": f"row {i}"} for i in range(8)])
+    run_job(path, out="whole")
+
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartWriter, "write", fail)
+        with pytest.raises(RunError if isinstance(error, OSError) else type(error)):
+            run_job(path)
+    again = scripted_engine()
+    assert run_job(path, engine=again).num_resumed == 8
+    assert again.asked == []
     assert read_parts().equals(read_parts("whole"))
 
 
