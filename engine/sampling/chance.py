@@ -20,7 +20,7 @@ class Choose(Protocol):
     """Float32 logits [R, V], a row a sequence, and its uniform number in [0, 1) -> the chosen token ids, int64 [R].
 
     Each is the first token id whose cumulative probability, in id order, over what the sequence's settings leave, exceeds
-    its number. A row of NaN gives any id.
+    its number. A row that holds NaN gives any id.
     """
 
     def __call__(self, logits_RV: Tensor, seqs: SequenceOf[Sequence], chance_R: SequenceOf[float]) -> Tensor: ...

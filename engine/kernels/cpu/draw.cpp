@@ -73,12 +73,19 @@ public:
           settings_(settings),
           temperature_(std::max(settings.temperature, kMinTemperature)),
           floor_(settings.min_p > 0 ? std::log(settings.min_p) : kMinusInfinity) {
-        for (std::int64_t first = 0; first < num_tokens; first += kLanes) top_ = max(top_, logits_at(first));
-        largest_ = largest(top_);
+        Lanes top = all(kMinusInfinity);
+        Ints unknown{};  // a maximum does not tell of NaN: what comes behind it may replace it
+        for (std::int64_t first = 0; first < num_tokens; first += kLanes) {
+            const Lanes logits = logits_at(first);
+            top = max(top, logits);
+            unknown |= logits != logits;
+        }
+        largest_ = largest(top);
+        for (int lane = 0; lane < kLanes; ++lane) holds_nan_ |= unknown[lane] != 0;
     }
 
     std::int64_t draw() {
-        if (!std::isfinite(largest_)) return num_tokens_ - 1;
+        if (holds_nan_ || !std::isfinite(largest_)) return num_tokens_ - 1;
         const bool ranks = settings_.top_k > 0 || settings_.top_p < 1;
         if (!ranks && settings_.min_p <= 0) return place_of(all_weights(), settings_.chance);
         if (ranks) {
@@ -175,8 +182,8 @@ private:
     const DrawSettings& settings_;
     const float temperature_;
     const float floor_;  // of levels, by min_p
-    Lanes top_ = all(kMinusInfinity);
     float largest_;
+    bool holds_nan_ = false;
     std::vector<Candidate> kept_;
 };
 

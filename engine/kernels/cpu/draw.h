@@ -19,7 +19,7 @@ struct DrawSettings {
 extern "C" {
 
 // For each row of float32 logits, `stride` numbers apart, the first of its num_tokens ids whose cumulative probability,
-// over what its settings keep and in id order, exceeds its chance. Of a row without a finite largest logit the last id.
+// over what its settings keep and in id order, exceeds its chance. Of a row that holds NaN, or whose largest logit is not finite, the last id.
 void pagemill_draw(
     const float* logits, std::int64_t stride, std::int64_t num_rows, std::int64_t num_tokens, const pagemill::DrawSettings* settings,
     std::int32_t num_threads, std::int64_t* token_ids);

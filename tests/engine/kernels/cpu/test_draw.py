@@ -82,3 +82,15 @@ def test_rows_that_are_no_numbers_give_some_id(native):
     for params in ({}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.5}):
         drawn = native(logits_RV, [row(params)] * 3, [0.5] * 3)
         assert ((drawn >= 0) & (drawn < 99)).all()
+
+
+@pytest.mark.parametrize("vocab_size", [7, 99, 5003])
+def test_a_row_with_some_numbers_and_some_that_are_none_gives_some_id(native, vocab_size):
+    """The largest stands beside a NaN, in front of one and behind one, and no other token can be drawn."""
+    beside, before, behind = torch.full((3, vocab_size), -torch.inf).unbind()
+    beside[2:4] = torch.tensor([8.0, torch.nan])
+    before[0], before[1:] = 8.0, torch.nan
+    behind[:-1], behind[-1] = torch.nan, 8.0
+    for params in ({}, {"top_p": 0.5}, {"top_k": 4}, {"min_p": 0.5}, {"top_p": 0.5, "min_p": 0.5}, {"top_k": 4, "min_p": 0.5}):
+        drawn = native(torch.stack([beside, before, behind]), [row(params)] * 3, [0.5] * 3)
+        assert ((drawn >= 0) & (drawn < vocab_size)).all()
