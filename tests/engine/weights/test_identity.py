@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from engine import ModelConfig, model_identity
 
@@ -59,6 +61,16 @@ def test_weights_count_by_size_header_and_edges(folder: Path) -> None:
         seen.add(identity(folder)["model.safetensors"])
     weights.write_bytes(weights.read_bytes() + b"\0")
     assert len(seen | {identity(folder)["model.safetensors"]}) == 7
+
+
+def test_a_tensor_between_the_edges_counts(tmp_path: Path) -> None:
+    """As where a part of the layers was trained: the first and the last tensors are the same."""
+    tensors = {f"layers.{index}": torch.zeros(2**19, dtype=torch.bfloat16) for index in range(9)}
+    (tmp_path / "config.json").write_text("{}")
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = identity(tmp_path)
+    save_file(tensors | {"layers.4": torch.ones(2**19, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
+    assert identity(tmp_path) != before
 
 
 def test_another_tokenizer_takes_the_place_of_the_own(folder: Path, tmp_path: Path) -> None:
