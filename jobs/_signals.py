@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
 INTERRUPTED = 75
+_ONE_REQUEST_SECONDS = 0.5  # `timeout` signals a process and then its group, so the same request comes twice
 # SIGINT too, though a script's background job inherits it ignored; SIGHUP, a terminal that is closed, only where nohup did not ask.
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []))
 
@@ -23,23 +25,25 @@ def leave_at_once() -> None:
 
 
 class Stop:
-    """Whether a signal asked the run to end, since ``listen``; a second one ends the process at once."""
+    """Whether a signal asked the run to end, since ``listen``; a second one, a moment later or more, ends the process at once."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked_s: float | None = None
 
     def listen(self) -> None:
         for number in _NUMBERS:
             signal.signal(number, self._hear)
 
     def __call__(self) -> bool:
-        return self._asked
+        return self._asked_s is not None
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        now = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = now
+            _say("stopping after this step; once more stops at once")
+        elif now - self._asked_s > _ONE_REQUEST_SECONDS:
             _leave(number, frame)
-        self._asked = True
-        _say("stopping after this step; once more stops at once")
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -32,12 +33,25 @@ def test_one_signal_asks_and_two_end(state: str, number: signal.Signals) -> None
         process.send_signal(number)
         if state == "listening":
             assert process.stdout.readline() == "heard\n"
+            time.sleep(0.6)
             assert process.poll() is None
             process.send_signal(number)
         _, errors = process.communicate(timeout=30)
     assert process.returncode == 75
     said = ["pagemill: stopping after this step; once more stops at once"] if state == "listening" else []
     assert errors.splitlines() == [*said, "pagemill: stopped; the same command goes on from there"]
+
+
+def test_a_request_that_comes_twice_at_once_is_one() -> None:
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, "listening"], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "heard\n"
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=0.5)
+        process.kill()
 
 
 @pytest.mark.parametrize("state", ["listening", "not yet"])
