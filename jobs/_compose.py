@@ -19,7 +19,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException, ValidationError
 
 from jobs import _conf
 
@@ -123,6 +123,8 @@ def _sentence(error: Exception) -> str:
     if isinstance(cause, yaml.YAMLError):
         return " ".join(str(cause).split())
     first_line = str(cause).splitlines()[0]
+    if isinstance(cause, ValidationError) and first_line.endswith("is not Optional"):
+        return f"{cause.full_key}: may not be null; leave it out for its default"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return f"{cause.full_key}: {first_line[0].lower()}{first_line[1:]}"
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'$", first_line)

@@ -41,6 +41,7 @@ REFUSED = [
     ("kv_cache.memory=[1]", "kv_cache.memory: value '[1]'"),
     ("kv_cache.memory=lots", "kv_cache.memory: 'lots' is not a size; write for example"),
     ("kv_cache.block_size=0", "kv_cache.block_size: 0 is not in 1..1024"),
+    ("kv_cache.admission=null", "kv_cache.admission: may not be null; leave it out for its default"),
     ("sampling.stop_token_ids=[a]", "sampling.stop_token_ids[0]: value 'a'"),
     ("sampling.stop=END", "sampling.stop: invalid value"),
     ('sampling.stop=[""]', "sampling.stop: an empty text"),
