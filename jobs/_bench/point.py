@@ -63,6 +63,10 @@ class BenchConfig:
     seed: int
     limit: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"limit: {self.limit} must be 1 or more, or null for all rows")
+
 
 def main(overrides: list[str]) -> int:
     """Measure one run and print it; a refusal is printed too, as ``{"error": ...}``, and the exit code is 2."""

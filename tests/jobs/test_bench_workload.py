@@ -53,6 +53,11 @@ def test_another_seed_asks_for_other_tokens() -> None:
     assert first[0].prompt_token_ids != second[0].prompt_token_ids
 
 
+def test_a_limit_that_leaves_no_row_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^limit: 0 must be 1 or more"):
+        compose("bench", ["limit=0"], kind=BenchConfig)
+
+
 def test_settings_that_would_end_an_answer_are_refused() -> None:
     workload = Workload(rows=1, prompt_tokens=2, shared_tokens=0, prefixes=1, max_tokens=1)
     with pytest.raises(ValueError, match=r"^sampling\.stop_token_ids: would end answers"):
