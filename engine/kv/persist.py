@@ -48,7 +48,9 @@ class SavedBlocks:
     """
 
     def __init__(self, folder: Path, *, identity: Mapping[str, object], block_bytes: int, max_bytes: int) -> None:
-        """Raises ValueError where the folder cannot be written."""
+        """Raises ValueError where the folder cannot be written, or ``max_bytes`` holds no block."""
+        if max_bytes < block_bytes + _DIGEST_BYTES:
+            raise ValueError(f"kv_cache.persist_size: {max_bytes:,} bytes hold not one block, which takes {block_bytes + _DIGEST_BYTES:,}")
         self._folder = folder
         self._identity = json.dumps({**identity, "version": _VERSION}, sort_keys=True, default=str).encode()
         self._block_bytes = block_bytes

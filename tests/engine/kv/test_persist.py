@@ -51,6 +51,12 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.iterdir())
 
 
+def test_a_size_that_holds_no_block_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^kv_cache\.persist_size: 287 bytes hold not one block, which takes 288"):
+        shelf(tmp_path, max_bytes=FILE_BYTES - 1)
+    assert files(tmp_path) == []
+
+
 def test_it_gives_back_what_was_kept_and_nothing_else(tmp_path):
     saved = shelf(tmp_path / "deep" / "folder")
     assert saved.read(prefix(1)) is None
