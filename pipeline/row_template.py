@@ -57,7 +57,7 @@ class RowTemplate:
         except RowError:
             raise
         except Exception as error:  # a template is a user's program and may raise anything
-            raise RowError("template_error", f"prompt.template: {error}") from error
+            raise RowError("template_error", f"prompt.template: {str(error) or type(error).__name__}") from error
 
 
 def _printable(value: Any) -> str:

@@ -150,6 +150,7 @@ def test_row_text_is_never_a_template(prompt_text) -> None:
         ("{{ b + 1 }}", "unsupported operand|can only concatenate|must be str"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ b.__init__ }}", "unsafe"),
+        ("{{ b * 10**17 }}", "MemoryError"),
     ],
 )
 def test_a_template_that_fails_is_an_error_row(prompt_text, template: str, words: str) -> None:
