@@ -14,7 +14,7 @@ from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
 from jobs._signals import INTERRUPTED, Stop
-from jobs._terminal import say
+from jobs._terminal import say, tell
 from pipeline import Job, OutputOptions, PrometheusFile, RunError, Summary, run
 from pipeline.archive import Archive
 from pipeline.columns import OutputColumns
@@ -86,7 +86,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     words = [*(word for text in where for word in ("--where", text)), *without_limits(overrides)]
     rerun = Rerun.begin(archive, conditions, words=words)
     if rerun is None:
-        print(f"no row meets {' and '.join(where)}: nothing to do")
+        tell(f"no row meets {' and '.join(where)}: nothing to do")
         return OK
     summary = _answer(rerun, config, archive=archive, tokenizer=tokenizer, job=job, whole=whole, prometheus=prometheus)
     if summary is None:
@@ -166,5 +166,5 @@ def _answer(
 def _tell(summary: Summary, rerun: Rerun) -> None:
     rows = "1 row" if rerun.num_rows == 1 else f"{rerun.num_rows:,} rows"
     cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
-    print(f"{rows} answered again: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
-    print(f"old answers: {rerun.folder}/replaced/part-*.arrow")
+    tell(f"{rows} answered again: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    tell(f"old answers: {rerun.folder}/replaced/part-*.arrow")

@@ -15,6 +15,7 @@ from jobs._app import OK, ROWS_FAILED, guarded, make_job
 from jobs._provenance import dtype_name
 from jobs._record import recorded
 from jobs._schema import RunConfig, absolute
+from jobs._terminal import tell
 from pipeline.archive import Archive
 from pipeline.folder import at_hand
 from pipeline.reader import open_reader
@@ -65,20 +66,20 @@ def _verify(archive: Archive, *, place: str, num_rows: int, seed: int) -> int:
     found = check_parts(archive, num_chosen=num_rows, seed=seed)
     num_differences = len(found.differences)
     for line in found.differences:
-        print(line)
+        tell(line)
     num_open = len(archive.shards) - len(archive.parts)
     rest = f"; parts not finished yet: {num_open:,}" if num_open else ""
-    print(f"parts: {len(archive.parts):,}, rows: {found.num_rows:,}, error rows: {found.num_errors:,}{rest}")
+    tell(f"parts: {len(archive.parts):,}, rows: {found.num_rows:,}, error rows: {found.num_errors:,}{rest}")
     if not archive.has_rows:
-        print("the rows of this format cannot be read back: only the files were checked")
+        tell("the rows of this format cannot be read back: only the files were checked")
     if found.chosen:
         print(f"rows that are computed again, one at a time: {len(found.chosen):,} (seed={seed})", file=sys.stderr)
         for line in _differing_rows(archive, found.chosen, place=place):
-            print(line)
+            tell(line)
             num_differences += 1
         if num_differences > len(found.differences) and (note := _note(recorded(archive))):
             print(note, file=sys.stderr)
-    print("all equal" if num_differences == 0 else f"differences: {num_differences:,}")
+    tell("all equal" if num_differences == 0 else f"differences: {num_differences:,}")
     return OK if num_differences == 0 else ROWS_FAILED
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -93,6 +94,13 @@ def test_a_finished_run_is_all_equal(verified: Verified, out: Path) -> None:
     assert "parts: 3, rows: 13, error rows: 2" in shown
     assert "one at a time: 10 (seed=0)" in shown  # every ok row; the two samples are one row
     assert "all equal\n" in shown
+
+
+def test_a_dead_stdout_changes_no_exit_code(command: str, out: Path) -> None:
+    (out / "part-00001.arrow").unlink()  # something to tell before the end
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([command, "verify", str(out)], stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (3, "pagemill: stdout cannot be written: No space left on device\n")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
