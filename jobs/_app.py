@@ -176,10 +176,17 @@ def _told(summary: Summary) -> str:
     numbers = summary.metrics
     cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
     before = f" ({summary.num_resumed:,} of them from an earlier run)" if summary.num_resumed else ""
-    rows = "1 row" if summary.num_rows == 1 else f"{summary.num_rows:,} rows"
-    lines = [f"{rows}{before}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}"]
+    rows = "1 row" if summary.num_asked == 1 else f"{summary.num_asked:,} rows"
+    answers = f", {summary.num_rows:,} answers" if summary.num_rows != summary.num_asked else ""
+    came_out = f"{answers}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}"
     if summary.num_waiting:
-        lines.append(f"{summary.num_waiting:,} more are answered and wait for the rest of their part")
+        answered = summary.num_asked + summary.num_waiting
+        lines = [
+            f"{rows}{came_out}",
+            f"{summary.num_waiting:,} more are answered and wait for the rest of their part, so {answered:,} are done{before}",
+        ]
+    else:
+        lines = [f"{rows}{before}{came_out}"]
     if numbers.get("prompt_tokens"):
         lines.append(
             f"{numbers['prompt_tokens']:,} prompt tokens ({numbers['prefix_hit_rate']:.0%} of them from the prefix cache), "

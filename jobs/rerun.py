@@ -166,5 +166,6 @@ def _answer(
 def _tell(summary: Summary, rerun: Rerun) -> None:
     rows = "1 row" if rerun.num_rows == 1 else f"{rerun.num_rows:,} rows"
     cut = f", {summary.num_cut:,} cut at their length limit" if summary.num_cut else ""
-    tell(f"{rows} answered again: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
+    answers = f", {summary.num_rows:,} answers" if summary.num_rows != summary.num_asked else ""
+    tell(f"{rows} answered again{answers}: {summary.num_ok:,} ok, {summary.num_errors:,} with an error{cut}")
     tell(f"old answers: {rerun.folder}/replaced/part-*.arrow")

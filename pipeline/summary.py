@@ -19,14 +19,15 @@ from pipeline.types import Part
 class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
-    ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length limit. ``stopped`` is what ended the
-    run early; where it is None nothing is left, else ``num_waiting`` input rows are answered and kept, and wait for the
-    rest of their part, and ``num_unanswered`` are for the next run. ``parts`` is a glob for the files that the
-    answers are in, ``metrics`` the content of metrics.json.
+    They answer ``num_asked`` input rows. ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length
+    limit. ``stopped`` is what ended the run early; where it is None nothing is left, else ``num_waiting`` input rows are
+    answered and kept, and wait for the rest of their part, and ``num_unanswered`` are for the next run. ``parts`` is a glob
+    for the files that the answers are in, ``metrics`` the content of metrics.json.
     """
 
     output_path: str
     parts: str
+    num_asked: int
     num_rows: int
     num_ok: int
     num_errors: int
@@ -47,16 +48,18 @@ def summarise(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix
     if metrics.rows_done or not (ledger.folder.path / "metrics.json").exists():  # a run with nothing to do leaves the last one's figures
         write_metrics(ledger.folder.path, numbers)
     ledger.folder.deliver(["metrics.json"])
+    num_asked = sum(part.shard.num_rows for part in parts if part.index in ledger.finished)
     num_answered = metrics.rows_resumed + metrics.rows_done
     return Summary(
         output_path=ledger.folder.name,
         parts=f"{ledger.folder.name}/part-*{suffix}",
+        num_asked=num_asked,
         num_rows=num_rows,
         num_ok=num_rows - num_errors,
         num_errors=num_errors,
         num_cut=sum(part.cut for part in finished),
         num_resumed=metrics.rows_resumed,
-        num_waiting=num_answered - sum(part.shard.num_rows for part in parts if part.index in ledger.finished),
+        num_waiting=num_answered - num_asked,
         num_unanswered=metrics.rows_total - num_answered,
         stopped=stopped,
         metrics=numbers,

@@ -184,6 +184,19 @@ class TestTinyModel:
         assert "3 rows: 1 ok, 2 with an error" in done.stdout
         assert "Traceback" not in done.stderr
 
+    def test_rows_and_answers_are_counted_apart(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n{"prompt": "He"}\n{"prompt": ""}\n')
+        words += ["sampling.n=2", "sampling.ignore_eos=true"]
+        for told in ("1 more are answered and wait", "so 2 are done (1 of them from an earlier run)"):
+            stopped = pagemill(*words, "max_rows=1")
+            assert stopped.returncode == 75, stopped.stderr
+            assert stopped.stdout.startswith("0 rows: 0 ok, 0 with an error\n") and told in stopped.stdout
+        done = pagemill(*words)
+        assert done.returncode == 3, done.stderr
+        assert "4 rows (2 of them from an earlier run), 7 answers: 6 ok, 1 with an error, 6 cut at" in done.stdout
+        again = pagemill("rerun", "out", "--where", "status=ok")
+        assert "3 rows answered again, 6 answers: 6 ok, 0 with an error, 6 cut at" in again.stdout, again.stderr
+
     def test_other_settings_need_another_folder(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
         (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n')
         assert pagemill(*words).returncode == 0
