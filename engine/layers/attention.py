@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.layers.linear import Linear
 from engine.layers.norm import RMSNorm
 from engine.layers.rope import rotate
+from engine.layers.share import AllReduce
 from engine.layers.spec import DecoderSpec
 
 
@@ -27,16 +28,16 @@ class Attend(Protocol):
 
 
 class SelfAttention(nn.Module):
-    """Grouped-query attention with the three input projections run as one."""
+    """Grouped-query attention with the three input projections run as one; ``all_reduce`` is over the ranks that share the heads."""
 
-    def __init__(self, spec: DecoderSpec, *, layer: int, batch_invariant: bool) -> None:
+    def __init__(self, spec: DecoderSpec, *, layer: int, batch_invariant: bool, all_reduce: AllReduce) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = spec.head_dim
         self.head_counts = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         q_size, qkv_size = spec.num_heads * spec.head_dim, sum(self.head_counts) * spec.head_dim
         self.qkv_proj = Linear(spec.hidden_size, qkv_size, bias=spec.qkv_bias, batch_invariant=batch_invariant)
-        self.o_proj = Linear(q_size, spec.hidden_size, bias=spec.o_bias, batch_invariant=batch_invariant)
+        self.o_proj = Linear(q_size, spec.hidden_size, bias=spec.o_bias, batch_invariant=batch_invariant, all_reduce=all_reduce)
         self.q_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else None
         self.k_norm = RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else None
 

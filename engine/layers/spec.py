@@ -5,7 +5,8 @@ Knows no checkpoint format and no family: engine.models turns a Hugging Face con
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -54,3 +55,26 @@ class DecoderSpec:
     def attention_scale(self) -> float:
         """The factor on query-key products before the softmax."""
         return float(self.head_dim**-0.5)
+
+    def share(self, num_ranks: int) -> DecoderSpec:
+        """What each of ``num_ranks`` devices holds: an equal part of the heads and of the feed-forward's inner numbers.
+
+        All else is whole on each of them.
+
+        Raises:
+            ValueError: they cannot be shared evenly; the message names engine.tensor_parallel.
+        """
+        divisor = math.gcd(self.num_heads, self.num_kv_heads, self.intermediate_size)
+        if divisor % num_ranks:
+            choices = ", ".join(str(number) for number in range(1, divisor + 1) if divisor % number == 0)
+            raise ValueError(
+                f"engine.tensor_parallel: {num_ranks} devices cannot share this model's {self.num_heads} query heads, "
+                f"{self.num_kv_heads} key/value heads and {self.intermediate_size} inner numbers of the feed-forward evenly; "
+                f"choose one of {choices}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // num_ranks,
+            num_kv_heads=self.num_kv_heads // num_ranks,
+            intermediate_size=self.intermediate_size // num_ranks,
+        )

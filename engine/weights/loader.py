@@ -15,27 +15,35 @@ from torch import Tensor, nn
 
 from engine.config import ModelConfig
 from engine.layers.decoder import Decoder
+from engine.layers.share import WHOLE, Share
 from engine.weights.checkpoint import checkpoint_folder, folder_spec, read_json
 
 # A decoder's projection -> the checkpoint's tensors that it stacks, row over row.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+# What a rank has of a projection where several share the model: rows of those that lead to its heads and inner numbers,
+# the matching columns of those that lead back. It has the whole of every other tensor.
+_CUT_BY_ROW = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_CUT_BY_COLUMN = ("o_proj", "down_proj")
 
 
-def load_model(config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, batch_invariant: bool = False) -> Decoder:
-    """The decoder at ``model.path`` with its weights in ``dtype`` on ``device``.
+def load_model(
+    config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, batch_invariant: bool = False, share: Share = WHOLE
+) -> Decoder:
+    """The decoder at ``model.path``, or one rank's ``share`` of it, with its weights in ``dtype`` on ``device``.
 
-    Weights that are in ``dtype`` already and not fused stay memory-mapped on the CPU.
+    No more of the files is read than that share. Weights that are in ``dtype`` already and not fused stay memory-mapped on the CPU.
 
     Raises:
         ValueError: no such model, no safetensors, missing tensors or wrong shapes; the message names ``model.path``.
     """
     folder = checkpoint_folder(config)
-    decoder = Decoder(folder_spec(folder), batch_invariant=batch_invariant)
+    decoder = Decoder(folder_spec(folder), batch_invariant=batch_invariant, share=share)
     checkpoint = _Safetensors(folder)
     wanted = {name: _sources(name) for name, _ in decoder.named_parameters()}
     checkpoint.require({source for sources in wanted.values() for source in sources}, tied=decoder.spec.tie_word_embeddings)
     for name, sources in wanted.items():
-        tensor = torch.cat([checkpoint.get(source) for source in sources]) if len(sources) > 1 else checkpoint.get(sources[0])
+        parts = [checkpoint.get(source, share=share) for source in sources]
+        tensor = torch.cat(parts) if len(parts) > 1 else parts[0]
         _assign(decoder, name, tensor.to(device=device, dtype=dtype), folder=folder)
     return decoder.to(device).eval()
 
@@ -105,6 +113,25 @@ class _Safetensors:
                 "it may be another model's, or the weights are quantised in a way that is not served"
             )
 
-    def get(self, name: str) -> Tensor:
-        tensor: Tensor = self.files[name].get_tensor(name)
-        return tensor
+    def get(self, name: str, *, share: Share = WHOLE) -> Tensor:
+        """The tensor of this name, or what ``share`` has of it."""
+        projection, leaf = name.split(".")[-2:]
+        if share.num_ranks == 1 or projection not in (*_CUT_BY_ROW, *_CUT_BY_COLUMN):
+            return self.files[name].get_tensor(name)
+        if projection in _CUT_BY_ROW:
+            return self._part(name, axis=0, share=share)
+        if leaf == "weight":
+            return self._part(name, axis=1, share=share)
+        bias: Tensor = self.files[name].get_tensor(name)  # is added to a sum over the ranks, so one has it
+        return bias if share.rank == 0 else torch.zeros_like(bias)
+
+    def _part(self, name: str, *, axis: int, share: Share) -> Tensor:
+        tensor = self.files[name].get_slice(name)
+        size = tensor.get_shape()[axis]
+        if size % share.num_ranks:
+            raise ValueError(
+                f"model.path: {name} in {self.folder} has shape {tensor.get_shape()}, which does not follow from config.json; "
+                "it may be another model's"
+            )
+        part = slice(size // share.num_ranks * share.rank, size // share.num_ranks * (share.rank + 1))
+        return tensor[part] if axis == 0 else tensor[:, part]
