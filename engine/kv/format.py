@@ -34,6 +34,10 @@ class Filling:
     moves_2M: Tensor
     full_2F: Tensor
 
+    def to(self, device: torch.device) -> Filling:
+        """The same on ``device``."""
+        return Filling(moves_2M=self.moves_2M.to(device), full_2F=self.full_2F.to(device))
+
 
 class KVLayer(Protocol):
     """The keys and values of one layer, for every slot of the pool; slot = block id x block size + offset.

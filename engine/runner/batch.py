@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,9 +23,10 @@ from engine.types import StepPlan
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """One step's tokens, flat in plan order; all tensors int64.
+    """One step's tokens, flat in plan order; all tensors int64. All that a device must know of a step.
 
     Attributes:
+        copies: whole blocks or places (from, to) to copy before anything is written.
         token_ids_T: the tokens to compute.
         positions_T: each token's position in its sequence.
         slots_T: where each token's keys and values go.
@@ -36,6 +38,7 @@ class Batch:
         filling: the blocks that get full, where the format quantises.
     """
 
+    copies: tuple[tuple[int, int], ...]
     token_ids_T: Tensor
     positions_T: Tensor
     slots_T: Tensor
@@ -44,9 +47,15 @@ class Batch:
     attention: AttentionInputs
     filling: Filling | None = None
 
+    def to(self, device: torch.device) -> Batch:
+        """The same with its tensors on ``device``."""
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        moved: dict[str, Any] = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor | Filling)}
+        return replace(self, **moved)
 
-def build_batch(plan: StepPlan, *, block_size: int, device: torch.device, placement: Placement | None = None) -> Batch:
-    """The tensors of ``plan`` on ``device``; every chunk's blocks must be reserved already. ``placement`` is the plan's own,
+
+def build_batch(plan: StepPlan, *, block_size: int, placement: Placement | None = None) -> Batch:
+    """The tensors of ``plan``, on the host; every chunk's blocks must be reserved already. ``placement`` is the plan's own,
     by default that of a plain format."""
     placement = placement or Placement.plain(plan)
     token_ids = array("i")
@@ -64,13 +73,14 @@ def build_batch(plan: StepPlan, *, block_size: int, device: torch.device, placem
     samples = np.array([chunk.samples for chunk in plan.chunks], dtype=bool)
     wanted_rows = np.concatenate((np.array(scoring_rows, dtype=np.int64), chunk_starts[1:][samples] - 1))
     return Batch(
-        token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)).to(device),
-        positions_T=torch.from_numpy(positions_T).to(device),
-        slots_T=torch.from_numpy(attention.slots(seq_T, positions_T)).to(device),
-        wanted_rows_W=torch.from_numpy(wanted_rows).to(device),
-        scored_ids_N=torch.tensor(scored_ids, dtype=torch.int64, device=device),
+        copies=placement.copies,
+        token_ids_T=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
+        positions_T=torch.from_numpy(positions_T),
+        slots_T=torch.from_numpy(attention.slots(seq_T, positions_T)),
+        wanted_rows_W=torch.from_numpy(wanted_rows),
+        scored_ids_N=torch.tensor(scored_ids, dtype=torch.int64),
         attention=attention,
-        filling=_filling(placement, device=device),
+        filling=_filling(placement),
     )
 
 
@@ -88,8 +98,8 @@ def _attention(pieces: SequenceOf[Piece], *, block_size: int) -> AttentionInputs
     return AttentionInputs(query_starts=query_starts, kv_lengths=starts + counts, block_tables=tables_PN, block_size=block_size)
 
 
-def _filling(placement: Placement, *, device: torch.device) -> Filling | None:
+def _filling(placement: Placement) -> Filling | None:
     if placement.pieces[0].place is None:
         return None
     moves_2M, full_2F = (torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous() for pairs in (placement.moves, placement.full))
-    return Filling(moves_2M=moves_2M.to(device), full_2F=full_2F.to(device))
+    return Filling(moves_2M=moves_2M, full_2F=full_2F)

@@ -39,8 +39,8 @@ class ModelRunner:
         with self.stats.time("forward"):
             self.store.load_blocks(plan.loads)
             placement = self.store.place(plan)
-            self.store.copy_blocks(placement.copies)
-            batch = build_batch(plan, block_size=self.store.block_size, device=self.device, placement=placement)
+            batch = build_batch(plan, block_size=self.store.block_size, placement=placement).to(self.device)
+            self.store.copy_blocks(batch.copies)
             hidden_WE = self.forward.hidden(batch)
         num_scored = len(batch.scored_ids_N)
         scores = iter(self._score(plan, batch, hidden_WE[:num_scored]))

@@ -19,8 +19,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from engine.kv.manager import BlockManager
 from engine.runner.batch import build_batch
 from engine.sampling_params import SamplingParams
@@ -112,7 +110,7 @@ def main() -> None:
         with stopwatch("schedule"):
             plan = scheduler.schedule()
         with stopwatch("batch"):
-            build_batch(plan, block_size=BLOCK_SIZE, device=torch.device("cpu"))
+            build_batch(plan, block_size=BLOCK_SIZE)
         drawn = draws(plan)
         with stopwatch("commit"):
             num_done += len(scheduler.commit(plan, drawn))

@@ -73,7 +73,7 @@ class World:
 
     def step(self, *chunks: tuple[Sequence, int, int]) -> list[torch.Tensor]:
         plan = StepPlan(tuple(Chunk(seq, start, end - start, samples=False) for seq, start, end in chunks))
-        batch = build_batch(plan, block_size=self.spec.block_size, device=self.spec.device, placement=self.store.place(plan))
+        batch = build_batch(plan, block_size=self.spec.block_size, placement=self.store.place(plan))
         q, k, v = (torch.cat([self.numbers[seq][part][start:end] for seq, start, end in chunks]) for part in range(3))
         self.store.write(0, k, v, batch.slots_T, batch.filling)
         result = self.backend.attend(q, self.store.layer(0), self.backend.plan(batch.attention))
@@ -176,6 +176,6 @@ def test_sdpa_reads_a_chunk_in_pieces_once():
     world = World("sdpa", "int8")
     seq, other = world.sequence(99, seed=0), world.sequence(20, seed=1)
     plan = StepPlan((Chunk(other, 0, 20, samples=False), Chunk(seq, 0, 99, samples=False)))
-    batch = build_batch(plan, block_size=16, device=world.spec.device, placement=world.store.place(plan))
+    batch = build_batch(plan, block_size=16, placement=world.store.place(plan))
     assert len(batch.attention.kv_lengths) == 2 + 7
     assert [chunk.slots_1L.numel() for chunk in world.backend.plan(batch.attention).chunks] == [16 + 20, 96 + 99]

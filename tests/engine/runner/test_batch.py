@@ -31,7 +31,7 @@ def plans(draw):
 @given(plan_and_size=plans())
 def test_every_token_is_where_the_plan_says(plan_and_size):
     plan, block_size = plan_and_size
-    batch = build_batch(plan, block_size=block_size, device=torch.device("cpu"))
+    batch = build_batch(plan, block_size=block_size)
     rows = [(chunk.seq, position) for chunk in plan.chunks for position in range(chunk.start, chunk.start + chunk.num_tokens)]
     assert batch.token_ids_T.tolist() == [seq.tokens[position] for seq, position in rows]
     assert batch.positions_T.tolist() == [position for _, position in rows]
@@ -56,8 +56,8 @@ def test_where_blocks_are_quantised_a_token_is_read_in_its_place(plan_and_size):
     first = StepPlan(tuple(chunk for chunk in begun if chunk.num_tokens))
     place_of = {(piece.seq, piece.start // block_size): piece.place for piece in open_blocks.place(first).pieces}
     placement = open_blocks.place(plan)
-    batch = build_batch(plan, block_size=block_size, device=torch.device("cpu"), placement=placement)
-    plain = build_batch(plan, block_size=block_size, device=torch.device("cpu"))
+    batch = build_batch(plan, block_size=block_size, placement=placement)
+    plain = build_batch(plan, block_size=block_size)
     for name in ("token_ids_T", "positions_T", "wanted_rows_W"):
         assert torch.equal(getattr(batch, name), getattr(plain, name))
 
