@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.tokenizer import Tokenizer, TokenizerMissing
     from engine.weights.cache import cache_root
     from engine.weights.identity import model_identity
-from engine.types import Completion, Request
+from engine.types import Completion, Request, WorkerLost
 
 __all__ = [
     "Capacity",
@@ -46,6 +46,7 @@ __all__ = [
     "SamplingParams",
     "Tokenizer",
     "TokenizerMissing",
+    "WorkerLost",
     "cache_root",
     "check_grammar",
     "context_length",
@@ -69,6 +70,7 @@ _HOME = {
     "SamplingParams": "engine.sampling_params",
     "Tokenizer": "engine.tokenizer",
     "TokenizerMissing": "engine.tokenizer",
+    "WorkerLost": "engine.types",
     "cache_root": "engine.weights.cache",
     "model_identity": "engine.weights.identity",
     "check_grammar": "engine.grammar.compiler",

@@ -5,8 +5,9 @@ Decides nothing about a step; each part refuses the settings that it cannot serv
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +32,24 @@ from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
 from engine.loop import Engine
+from engine.runner.batch import Batch
 from engine.runner.forward import Forward, TorchForward
 from engine.runner.native import NativeForward
+from engine.runner.parallel import Alone, Group
 from engine.runner.runner import ModelRunner
+from engine.runner.workers import Workers
 from engine.sampling.chance import Choose, choose
 from engine.sampling.sampler import Sampler
 from engine.scheduler.admission import Admission
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.tokenizer import Tokenizer
-from engine.weights import load_model, read_kv_shape, read_spec
+from engine.weights import checkpoint_folder, load_model, read_kv_shape, read_spec
 from engine.weights.identity import model_identity
 
 # These say where a model's files lie and how a chat becomes tokens; what keys and values are is in the files.
 _NO_PART_OF_A_BLOCK = ("path", "revision", "sha256", "fallback", "tokenizer", "chat_template")
+log = logging.getLogger(__name__)
 
 
 def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Engine:
@@ -52,34 +57,24 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
 
     Raises:
         ValueError: a setting cannot be served on this machine or by this model; the message names the key.
+        WorkerLost: one of the processes that share the model ended while it was loaded.
     """
     frame = _Frame.of(model, engine, kv_cache)
-    device, spec = frame.device, frame.spec
-    if device.kind == "cpu":
-        torch.set_num_threads(device.num_threads)
     saved = _saved_blocks(frame, model=model, engine=engine, kv_cache=kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
-    decoder = load_model(model, dtype=frame.dtype, device=device.torch_device, batch_invariant=engine.batch_invariant)
+    team = _team(frame.device, model=model, engine=engine, kv_cache=kv_cache)
+    with team.together():
+        group = team.join(frame.device.torch_device)
+        part = _Part.load(frame, model=model, engine=engine, kv_cache=kv_cache, group=group)
 
-    num_blocks = frame.num_blocks(kv_cache, free_bytes=device.free_bytes())
-    kv_format = frame.backend.kv_format
-    store = KVStore(
-        kv_format,
-        num_layers=spec.num_layers,
-        num_blocks=num_blocks,
-        device=device.torch_device,
-        dtype=frame.dtype,
-        places=None if kv_format.is_plain else frame.places(num_blocks),
-        **frame.block_shape,
-    )
-
-    num_valid_tokens = min(tokenizer.vocab_size, spec.vocab_size)
+    num_blocks = part.store.num_blocks
+    num_valid_tokens = min(tokenizer.vocab_size, frame.spec.vocab_size)
     stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes + frame.open_bytes(num_blocks))
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=kv_cache.block_size,
         prefix_cache=kv_cache.prefix_cache,
-        copies_parts=kv_format.is_plain,
+        copies_parts=frame.backend.kv_format.is_plain,
         saved=saved,
     )
     scheduler = Scheduler(
@@ -88,16 +83,30 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=frame.max_model_len,
         eos_token_ids=tokenizer.eos_token_ids,
-        vocab_size=spec.vocab_size,
+        vocab_size=frame.spec.vocab_size,
         vocabulary=tokenizer,
         grammars=Grammars(tokenizer, vocab_size=num_valid_tokens),
         stats=stats,
         admission=kv_cache.admission,
     )
     sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed, choose=_choose(frame.backend))
-    forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)
-    runner = ModelRunner(forward, store=store, sampler=sampler, stats=stats, device=device.torch_device)
-    return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer, saved=saved)
+    runner = ModelRunner(part.forward, store=part.store, sampler=sampler, stats=stats, device=frame.device.torch_device, team=team)
+    return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer, saved=saved, on_close=team.close)
+
+
+def build_worker(*, rank: int, port: int, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Callable[[Batch], None]:
+    """Rank ``rank``'s share of the model that ``build`` loads in the process that waits at ``port``: what computes a batch."""
+    frame = _Frame.of(model, engine, kv_cache, rank=rank)
+    frame.device.take()
+    group = Group.join(port, rank=rank, num_ranks=engine.tensor_parallel, device=frame.device.torch_device)
+    part = _Part.load(frame, model=model, engine=engine, kv_cache=kv_cache, group=group)
+
+    @torch.inference_mode()
+    def compute(batch: Batch) -> None:
+        part.store.copy_blocks(batch.copies)
+        part.forward.hidden(batch.to(frame.device.torch_device))
+
+    return compute
 
 
 def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Forecast:
@@ -108,8 +117,8 @@ def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
     """
     frame = _Frame.of(model, engine, kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
-    weights = sum(weight.numel() for weight in Decoder(frame.spec).parameters()) * frame.dtype.itemsize
-    free_bytes = max(0, frame.device.free_bytes() - weights)
+    weights = sum(weight.numel() for weight in Decoder(frame.share).parameters()) * frame.dtype.itemsize
+    free_bytes = max(0, frame.free_bytes(frame.device.free_bytes()) - weights * engine.tensor_parallel)
     num_blocks = frame.num_blocks(kv_cache, free_bytes=free_bytes)
     admission = Admission(
         num_blocks=num_blocks,
@@ -156,42 +165,55 @@ def capacity(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Frame:
-    """What the settings come to on this machine before a weight is read."""
+    """What the settings come to on this machine, for one of the processes that share the model, before a weight is read.
+
+    ``spec`` and ``block_bytes`` are the whole model's, ``share`` and ``block_shape`` what this process has of it.
+    """
 
     device: Device
     dtype: torch.dtype
     spec: DecoderSpec
+    share: DecoderSpec
     max_model_len: int
     backend: AttentionBackend[Any]
     block_shape: Mapping[str, int]
     block_bytes: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    num_ranks: int
 
     @classmethod
-    def of(cls, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> _Frame:
+    def of(cls, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, *, rank: int = 0) -> _Frame:
         """Raises ValueError where a setting cannot be served."""
-        device = Device.find(engine.device, threads=engine.threads)
+        num_ranks = engine.tensor_parallel
+        device = Device.find(engine.device, threads=engine.threads).of_rank(rank, num_ranks=num_ranks)
         dtype = device.dtype(model.dtype)
         spec = read_spec(model)
+        share = spec.share(num_ranks)
         context = max_model_len(engine, spec=spec)
         kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
-        attention = _attention_spec(engine, kv_cache, spec, device=device, dtype=dtype, kv_format=kv_format)
+        attention = _attention_spec(engine, kv_cache, share, device=device, dtype=dtype, kv_format=kv_format)
         backend = select(engine.attention, spec=attention)
         if model.weights == "int8":
             _refuse_int8(backend, attention)
-        shape = {"block_size": kv_cache.block_size, "num_kv_heads": spec.num_kv_heads, "head_dim": spec.head_dim}
+        shape = {"block_size": kv_cache.block_size, "num_kv_heads": share.num_kv_heads, "head_dim": spec.head_dim}
         return cls(
             device=device,
             dtype=dtype,
             spec=spec,
+            share=share,
             max_model_len=context,
             backend=backend,
             block_shape=shape,
-            block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape),
+            block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape) * num_ranks,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
+            num_ranks=num_ranks,
         )
+
+    def free_bytes(self, least: int) -> int:
+        """What the whole pool may take where the ranks' devices have ``least`` bytes free or more: on a CPU all have the same."""
+        return least if self.device.kind == "cpu" else least * self.num_ranks
 
     def num_blocks(self, kv_cache: KVCacheConfig, *, free_bytes: int) -> int:
         """Raises ValueError where not one fits."""
@@ -209,7 +231,46 @@ class _Frame:
     def open_bytes(self, num_blocks: int) -> int:
         places = self.places(num_blocks)
         kv_format, num_layers = self.backend.kv_format, self.spec.num_layers
-        return open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
+        own = open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
+        return own * self.num_ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What one process computes with: its keys and values, and its share of the model over them."""
+
+    store: KVStore
+    forward: Forward
+
+    @classmethod
+    def load(cls, frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, group: Group | Alone) -> _Part:
+        """Read the weights, then take the pool: as large as the rank with the least room can have it."""
+        device, kv_format = frame.device, frame.backend.kv_format
+        device.take()
+        share = group.share(batch_invariant=engine.batch_invariant)
+        decoder = load_model(model, dtype=frame.dtype, device=device.torch_device, batch_invariant=engine.batch_invariant, share=share)
+        num_blocks = frame.num_blocks(kv_cache, free_bytes=frame.free_bytes(group.least(device.free_bytes())))
+        store = KVStore(
+            kv_format,
+            num_layers=frame.spec.num_layers,
+            num_blocks=num_blocks,
+            device=device.torch_device,
+            dtype=frame.dtype,
+            places=None if kv_format.is_plain else frame.places(num_blocks),
+            **frame.block_shape,
+        )
+        forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)
+        return cls(store=store, forward=forward)
+
+
+def _team(device: Device, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Alone | Workers:
+    """The processes that share the model; they load it from a folder, so that it is fetched and converted once."""
+    if engine.tensor_parallel == 1:
+        return Alone()
+    if device.kind == "cpu":
+        log.warning("engine.tensor_parallel: processes on one CPU share its cores, and torch computes, not the CPU's kernels: it is slower")
+    fetched = replace(model, path=str(checkpoint_folder(model)), sha256=None, fallback=None)
+    return Workers(engine.tensor_parallel, settings={"model": fetched, "engine": engine, "kv_cache": kv_cache})
 
 
 def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any], max_tokens: int, weights: str) -> Forward:
@@ -243,6 +304,8 @@ def _saved_blocks(frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv
     """The blocks in ``kv_cache.persist`` that this engine would have computed, bit for bit as far as can be told beforehand."""
     if kv_cache.persist is None:
         return None
+    if engine.tensor_parallel > 1:
+        raise ValueError("kv_cache.persist: keeps the blocks of one process, and engine.tensor_parallel spreads them over several")
     backend = frame.backend
     identity = {
         "files": model_identity(model),
@@ -281,4 +344,5 @@ def _attention_spec(
         kv_format=kv_format,
         batch_invariant=engine.batch_invariant,
         num_threads=device.num_threads,
+        num_ranks=engine.tensor_parallel,
     )

@@ -61,7 +61,8 @@ class EngineConfig:
 
     ``max_num_batched_tokens`` is the token budget of one step, ``max_num_seqs`` the most sequences in flight,
     ``max_model_len`` the most tokens of a prompt and its answer (None: the model's own limit). With ``batch_invariant``
-    a row's numbers do not depend on its neighbours, bit for bit. ``seed`` keys the draws of requests without one.
+    a row's numbers do not depend on its neighbours, bit for bit. ``tensor_parallel`` devices share each layer, a process
+    for each. ``seed`` keys the draws of requests without one.
     """
 
     device: str = "auto"
@@ -71,10 +72,11 @@ class EngineConfig:
     max_model_len: int | None = None
     threads: int | None = None
     batch_invariant: bool = False
+    tensor_parallel: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads"):
+        for key in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "threads", "tensor_parallel"):
             value = getattr(self, key)
             _require(value is None or value >= 1, f"engine.{key}: {value} must be 1 or more")
         _require((self.threads or 1) <= _MOST_THREADS, f"engine.threads: {self.threads} is over {_MOST_THREADS}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -18,11 +18,12 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """Where tensors live. ``native_bfloat16``: the hardware multiplies it, so that it is faster than float32."""
+    """Where tensors live: on the CPU, or on GPU ``index``. ``native_bfloat16``: the hardware multiplies it, faster than float32."""
 
     kind: Literal["cpu", "cuda"]
     native_bfloat16: bool
     num_threads: int
+    index: int = 0
 
     @classmethod
     def find(cls, name: str = "auto", *, threads: int | None = None) -> Device:
@@ -43,9 +44,26 @@ class Device:
         native = not cpu_flags().isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
         return cls(kind="cpu", native_bfloat16=native, num_threads=num_threads)
 
+    def of_rank(self, rank: int, *, num_ranks: int) -> Device:
+        """The device of process ``rank`` of ``num_ranks``: a GPU each, or its part of the CPU's threads.
+
+        Raises:
+            ValueError: there are fewer GPUs; the message names engine.tensor_parallel.
+        """
+        if self.kind == "cuda" and num_ranks > torch.cuda.device_count():
+            raise ValueError(f"engine.tensor_parallel: {num_ranks} GPUs are asked for, and torch finds {torch.cuda.device_count()}")
+        return replace(self, index=rank, num_threads=max(1, self.num_threads // num_ranks))
+
+    def take(self) -> None:
+        """Let this process compute there."""
+        if self.kind == "cuda":
+            torch.cuda.set_device(self.index)
+        else:
+            torch.set_num_threads(self.num_threads)
+
     @property
     def torch_device(self) -> torch.device:
-        return torch.device(self.kind)
+        return torch.device("cuda", self.index) if self.kind == "cuda" else torch.device("cpu")
 
     @property
     def hardware(self) -> str:
@@ -63,7 +81,7 @@ class Device:
     def free_bytes(self) -> int:
         """Bytes that can be allocated now: the GPU's, or what the machine and this process's control groups leave."""
         if self.kind == "cuda":
-            return int(torch.cuda.mem_get_info()[0])
+            return int(torch.cuda.mem_get_info(self.index)[0])
         return min(_available_bytes(), *_control_group_headroom())
 
 

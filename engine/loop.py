@@ -6,7 +6,7 @@ and how it is computed is the runner's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
 from engine.kv.persist import SavedBlocks
@@ -38,13 +38,20 @@ class Engine:
     """Paged-KV, continuous-batching generation: ``submit`` and ``step``, or ``generate`` for both."""
 
     def __init__(
-        self, *, scheduler: Scheduler, runner: Runner, tokenizer: Tokenizer | None = None, saved: SavedBlocks | None = None
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        saved: SavedBlocks | None = None,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """``saved``: where blocks go that several requests shared, when the engine is closed."""
+        """``saved``: where blocks go that several requests shared, when the engine is closed; then ``on_close`` is called."""
         self.saved = saved
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
+        self.on_close = on_close
 
     @classmethod
     def load(cls, path: str, *, dtype: str = "auto", kv_format: str = "auto", **settings: object) -> Engine:
@@ -135,3 +142,4 @@ class Engine:
         if self.saved is not None:
             self.saved.keep(self.scheduler.kv.shared_nodes(), read_block=self.runner.read_block)
         del self.runner
+        self.on_close()

@@ -99,6 +99,10 @@ class StepPlan:
         return [chunk for chunk in self.chunks if chunk.samples]
 
 
+class WorkerLost(RuntimeError):
+    """One of the processes that share the model is gone or does not answer, so the engine can compute nothing any more."""
+
+
 # Instead of a drawn token's id: the logits were not numbers, or the row's own rules left nothing to draw.
 NOT_A_NUMBER = -1
 NOTHING_LEFT = -2

@@ -13,7 +13,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import TypeVar, cast
 
-from engine import Engine, EngineConfig, ModelConfig, SamplingParams, Tokenizer, context_length, plugins
+from engine import Engine, EngineConfig, ModelConfig, SamplingParams, Tokenizer, WorkerLost, context_length, plugins
 from jobs._compose import read_config
 from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
@@ -42,6 +42,9 @@ def guarded(command: Callable[[], int]) -> int:
     except (ValueError, OSError) as error:
         say(str(error))
         return REFUSED
+    except WorkerLost as error:
+        say(f"{error}; finished parts stay, and the same command goes on from there")
+        return FAULT
     except Exception:
         traceback.print_exc()
         say("this is a fault of Pagemill; finished parts stay, and the same command goes on from there")

@@ -69,6 +69,7 @@ def _fingerprint(config: RunConfig, tokenizer: Tokenizer) -> dict[str, Any]:
         "engine.max_model_len": config.engine.max_model_len,
         "engine.batch_invariant": exact,
         "engine.attention": config.engine.attention if exact else None,
+        "engine.tensor_parallel": config.engine.tensor_parallel if exact else None,
         "kv_cache.format": config.kv_cache.format,
         "kv_cache.block_size": None if plain else config.kv_cache.block_size,
         **_keys("sampling", config.sampling),

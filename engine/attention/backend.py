@@ -24,7 +24,8 @@ class AttentionSpec:
     Query head h reads key/value head ``h // (num_heads // num_kv_heads)``. The softmax runs over ``scale * q @ k``, each
     score s of which becomes ``c * tanh(s / c)`` where there is a ``soft_cap`` c. ``dtype`` is that of q and of the result,
     ``kv_format`` the file name of the cache's format, ``windowed`` whether some layer attends within a window,
-    ``num_threads`` how many a backend that starts its own may start.
+    ``num_threads`` how many a backend that starts its own may start. Of ``num_ranks`` processes that share the model each
+    has these heads.
     """
 
     device: torch.device
@@ -39,6 +40,7 @@ class AttentionSpec:
     num_threads: int = 1
     soft_cap: float | None = None
     windowed: bool = False
+    num_ranks: int = 1
 
     @property
     def queries_per_kv(self) -> int:

@@ -6,7 +6,9 @@ cache and the sampler do it is theirs.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,23 +25,51 @@ from engine.types import Draw, StepPlan
 _SCORED_ROWS_AT_ONCE = 128  # bounds the logits of scored prompts: 128 x 150,000 float32 numbers are 77 MB
 
 
+class Team(Protocol):
+    """The processes that share the model, as the one that draws sees them."""
+
+    def together(self) -> AbstractContextManager[None]:
+        """For a step that all of them compute; raises engine.WorkerLost where one did not."""
+        ...
+
+    def announce(self, batch: Batch) -> None:
+        """Let the others compute their shares of ``batch``."""
+        ...
+
+
 class ModelRunner:
     """The engine's device: implements ``engine.loop.Runner`` with a real model."""
 
-    def __init__(self, forward: Forward, *, store: KVStore, sampler: Sampler, stats: Stats, device: torch.device) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        *,
+        store: KVStore,
+        sampler: Sampler,
+        stats: Stats,
+        device: torch.device,
+        team: Team,
+    ) -> None:
         self.forward = forward
         self.store = store
         self.sampler = sampler
         self.stats = stats
         self.device = device
+        self.team = team
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> list[Draw]:
         """Load and copy the plan's blocks, compute its chunks; for each chunk in plan order its scores, then its draws."""
+        with self.team.together():
+            return self._run(plan)
+
+    def _run(self, plan: StepPlan) -> list[Draw]:
         with self.stats.time("forward"):
             self.store.load_blocks(plan.loads)
             placement = self.store.place(plan)
-            batch = build_batch(plan, block_size=self.store.block_size, placement=placement).to(self.device)
+            batch = build_batch(plan, block_size=self.store.block_size, placement=placement)
+            self.team.announce(batch)
+            batch = batch.to(self.device)
             self.store.copy_blocks(batch.copies)
             hidden_WE = self.forward.hidden(batch)
         num_scored = len(batch.scored_ids_N)

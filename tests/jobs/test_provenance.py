@@ -18,7 +18,7 @@ CHANGES = [
     ("model.weights=int8", {"model.weights"}),
     ("model.chat_template='{{ messages }}'", {"model.template_hash"}),
     ("engine.max_model_len=77", {"engine.max_model_len"}),
-    ("engine.batch_invariant=true", {"engine.batch_invariant", "engine.attention"}),
+    ("engine.batch_invariant=true", {"engine.batch_invariant", "engine.attention", "engine.tensor_parallel"}),
     ("sampling.top_p=0.5", {"sampling.top_p"}),
     ("sampling.n=3", {"sampling.n"}),
     ("seed=9", {"seed"}),
@@ -27,7 +27,14 @@ CHANGES = [
     ("input.id_column=name", {"input.id_column"}),
     ("output.prefix=p_", {"output.prefix"}),
 ]
-NO_CHANGES = ["engine.threads=1", "engine.max_num_seqs=3", "engine.attention=reference", "kv_cache.num_blocks=99", "kv_cache.block_size=8"]
+NO_CHANGES = [
+    "engine.threads=1",
+    "engine.max_num_seqs=3",
+    "engine.attention=reference",
+    "engine.tensor_parallel=2",
+    "kv_cache.num_blocks=99",
+    "kv_cache.block_size=8",
+]
 NO_CHANGES += [
     "kv_cache.prefix_cache=false",
     "kv_cache.admission=safe",
@@ -78,3 +85,4 @@ def test_a_model_that_moved_is_the_same(fingerprint, tiny_model: str, tmp_path: 
 def test_every_bit_depends_on_what_computes_it(fingerprint) -> None:
     exact = "engine.batch_invariant=true"
     assert changed(fingerprint(exact), fingerprint(exact, "engine.attention=reference")) == {"engine.attention"}
+    assert changed(fingerprint(exact), fingerprint(exact, "engine.tensor_parallel=2")) == {"engine.tensor_parallel"}

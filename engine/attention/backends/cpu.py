@@ -19,6 +19,8 @@ from engine.kv.packed_codes import PackedCodesFormat, PackedCodesLayer
 def refuse(spec: AttentionSpec) -> str | None:
     if spec.device.type != "cpu":
         return f"the kernels run on the CPU, not on {spec.device.type}"
+    if spec.num_ranks > 1:
+        return f"the kernels run whole steps in one process, and engine.tensor_parallel={spec.num_ranks} processes share each layer"
     if spec.dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16 and the model in {str(spec.dtype).removeprefix('torch.')}; use model.dtype=bfloat16"
     if spec.kv_format not in (known := ("bf16", *CODES)):

@@ -15,6 +15,7 @@ from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
 from engine.runner.forward import TorchForward
 from engine.runner.fused import FusedForward
+from engine.runner.parallel import Alone
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import Sampler
 from engine.sampling_params import SamplingParams
@@ -82,7 +83,7 @@ class Bench:
         sampler = Sampler(num_valid_tokens=SPEC.vocab_size, seed=0)
         forward_class = FusedForward if name == "triton" else TorchForward
         forward = forward_class(self.model, store=store, backend=select(name, spec=attention))
-        self.runner = ModelRunner(forward, store=store, sampler=sampler, stats=Stats(), device=CPU)
+        self.runner = ModelRunner(forward, store=store, sampler=sampler, stats=Stats(), device=CPU, team=Alone())
 
     def sequence(self, tokens: list[int], *, blocks: list[int] | None = None, id: int = 0, **params) -> Sequence:
         seq = Sequence(Request(id=id, prompt_token_ids=tokens, sampling=SamplingParams(**params)), max_len=200)
