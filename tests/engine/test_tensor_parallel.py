@@ -94,12 +94,13 @@ def test_two_processes_answer_as_one(path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("path", ["qwen3"], indirect=True)
 @pytest.mark.parametrize("kv_format", ["int8", "fp8", "fp4"])
-def test_blocks_that_are_quantised_are_spread_too(tiny_model, kv_format):
+def test_blocks_that_are_quantised_are_spread_too(path, kv_format):
     """Each head's numbers are rounded by themselves, so that a rank rounds as one process does."""
     requests = rows(10)
-    expected = answers(engine_of(tiny_model, num_ranks=1, kv_format=kv_format), requests)
-    engine = engine_of(tiny_model, num_ranks=2, num_blocks=40, kv_format=kv_format)
+    expected = answers(engine_of(path, num_ranks=1, kv_format=kv_format), requests)
+    engine = engine_of(path, num_ranks=2, num_blocks=40, kv_format=kv_format)
     try:
         found = answers(engine, requests)
     finally:
