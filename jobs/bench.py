@@ -2,7 +2,8 @@
 
 Starts a fresh process for each run, so that load time, memory and caches are that run's own; what a run measures is
 jobs._bench.point's. A JSON line for each point goes to stdout and the table to stderr; with ``bench.output`` the lines are
-appended to that file, and the table goes to stdout.
+appended to that file, and the table goes to stdout. With ``table=kv`` the points are those of a page of tables, which is written
+at the end.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 from jobs._app import FAULT, OK, REFUSED, ROWS_FAILED, compose, guarded
-from jobs._bench.point import BenchConfig
+from jobs._bench.config import BenchConfig
+from jobs._bench.page import Page
 from jobs._bench.table import table
 from jobs._bench.workload import Workload
 from jobs._compose import points
@@ -70,12 +74,27 @@ def main(overrides: list[str], *, show: bool) -> int:
 
     Returns 0; 3 where one of several points could not be measured, whose line has an ``error``; 75 where a signal ended it.
     """
-    return guarded(lambda: _show(overrides) if show else _bench(_points(overrides)))
+    return guarded(lambda: _show(overrides) if show else _measure(overrides))
 
 
 def _show(overrides: list[str]) -> int:
     tell("---\n".join(as_yaml(point.config) for point in _points(overrides)))
     return OK
+
+
+def _measure(overrides: list[str]) -> int:
+    found = _points(overrides)
+    if not found[0].config.table.tables:
+        return _bench(found)
+    if found[0].own:
+        raise ValueError(f"{next(iter(found[0].own))}: a page of tables has points of its own and takes one value; start it once for each")
+    with TemporaryDirectory(prefix="pagemill-bench-") as folder:
+        page = Page(found[0].config.table, words=overrides, folder=Path(folder))
+        own = (
+            Point(words=words, own={"table": name, "point": point}, config=compose("bench", words, kind=BenchConfig))
+            for (name, point), words in page.points.items()
+        )
+        return _bench(list(own), page)
 
 
 def _points(overrides: list[str]) -> list[Point]:
@@ -91,6 +110,8 @@ def _points(overrides: list[str]) -> list[Point]:
         config = compose("bench", words, kind=BenchConfig)
         if config.input.path and (useless := next((key for key in keys if key in _OF_THE_SHAPE), None)):
             raise ValueError(f"{useless}: shapes the synthetic workload, and input.path names a file; leave one of them out")
+        if not config.table.tables and (useless := next((key for key in keys if key.startswith("table.")), None)):
+            raise ValueError(f"{useless}: says how a page of tables is made, and none is asked for; choose one, as with table=kv")
         values = dict(word.lstrip("+").split("=", 1) for word in own)
         if swept := next((key for key in _OF_ALL_POINTS if key in values), None):
             raise ValueError(f"{swept}: is one for the whole benchmark and is not swept over")
@@ -98,7 +119,8 @@ def _points(overrides: list[str]) -> list[Point]:
     return found
 
 
-def _bench(found: list[Point]) -> int:
+def _bench(found: list[Point], page: Page | None = None) -> int:
+    """Run the points and print what comes of them: a table, or the ``page``, which a signal leaves as it was."""
     options = found[0].config.bench
     stop = Stop()
     stop.listen()
@@ -110,10 +132,12 @@ def _bench(found: list[Point]) -> int:
                 return REFUSED if isinstance(point.failure, ValueError) else FAULT
             lines.append(point.line)
             write(lines[-1])
-    if options.output is not None:
-        tell(table(lines))
-    elif lines:
-        print(table(lines), file=sys.stderr)
+    if lines:
+        told = table(lines) if page is None or stop() else f"page: {page.write(lines)}"
+        if options.output is not None:
+            tell(told)
+        else:
+            print(told, file=sys.stderr)
     if stop():
         return INTERRUPTED
     return ROWS_FAILED if any("error" in line for line in lines) else OK

@@ -23,6 +23,7 @@ def code_here() -> dict[str, Any]:
         "revision": revision,
         "dirty": None if changes is None else changes != "",
         "torch": version("torch"),
+        "transformers": version("transformers"),
     }
 
 

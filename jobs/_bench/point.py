@@ -5,67 +5,32 @@ Knows one run; how often it is repeated, and what else is measured, is jobs.benc
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams, Tokenizer, model_identity
+from engine import Engine, Request, Tokenizer, model_identity
 from engine.cost import ModelCost
 from jobs._app import compose, guarded, make_job
+from jobs._bench import padded
+from jobs._bench.answers import Answers
+from jobs._bench.config import BenchConfig
 from jobs._bench.machine import code_here, machine_here
 from jobs._bench.steps import Phases, StepLog
-from jobs._bench.workload import Workload, from_file, synthetic
+from jobs._bench.workload import from_file, synthetic
 from jobs._provenance import dtype_name
-from jobs._schema import JobOptions
-from pipeline import InputOptions, PromptOptions
 from pipeline.report import peak_rss_bytes, process_seconds
 
 if TYPE_CHECKING:
     from engine.roof import Roof
     from engine.runner.runner import ModelRunner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchOptions(Workload):
-    """The synthetic workload, and what is done with it: ``repeat`` runs, each in a fresh process; ``output`` is a file that gets
-    the JSON lines; ``roof`` measures the machine's limits too."""
-
-    repeat: int
-    output: str | None = None
-    roof: bool = True
-
-    def __post_init__(self) -> None:
-        Workload.__post_init__(self)  # super() does not work in a dataclass with slots
-        if self.repeat < 1:
-            raise ValueError(f"bench.repeat: {self.repeat} must be 1 or more")
-        if self.output == "":
-            raise ValueError("bench.output: is empty; name a file, or null for stdout")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchConfig:
-    """The keys of ``conf/bench.yaml``. An empty ``input.path`` asks for the synthetic workload."""
-
-    model: ModelConfig
-    engine: EngineConfig
-    kv_cache: KVCacheConfig
-    sampling: SamplingParams
-    prompt: PromptOptions
-    input: InputOptions
-    job: JobOptions
-    bench: BenchOptions
-    seed: int
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"limit: {self.limit} must be 1 or more, or null for all rows")
 
 
 def main(overrides: list[str]) -> int:
@@ -84,11 +49,10 @@ def _print(overrides: list[str]) -> int:
 
 
 def measure(config: BenchConfig) -> dict[str, Any]:
-    """Load the engine, answer the workload once and count. Nothing is warmed up, as in a run.
+    """Load, answer the workload once and count. Nothing is warmed up, as in a run.
 
-    ``load_s`` is from the process's start until the engine is ready, ``first_row_s`` and ``wall_s`` go on from there; the time in
-    which the requests are made is in none of them, it is ``time_split.tokenise``. The machine's limits are measured
-    afterwards, when memory and time are noted.
+    ``load_s`` is from the process's start until the model is ready, ``first_row_s`` and ``wall_s`` go on from there; the time in
+    which the requests are made is in none of them, it is ``time_split.tokenise``.
 
     Raises:
         ValueError: a setting, or a row of the workload, cannot be served.
@@ -100,30 +64,43 @@ def measure(config: BenchConfig) -> dict[str, Any]:
     start = time.perf_counter()
     requests = _requests(config, tokenizer, vocab_size=min(tokenizer.vocab_size, spec.vocab_size))
     tokenise_s = time.perf_counter() - start
-    engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
-    load_s = process_seconds() - tokenise_s
-    _check_lengths(config, engine)
-
-    runner = cast("ModelRunner", engine.runner)
-    log = StepLog(runner, cost=_cost(config, engine))
-    engine.runner = log
-    first_s, run_s = _answer(engine, requests, log)
-    numbers = _counts(engine, log, run_s=run_s, num_rows=len(requests))
-    memory = {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": _peak_device_bytes(runner)}
+    numbers = padded.measure(config, requests) if config.bench.answered_by == "transformers" else _run(config, tokenizer, requests)
+    numbers |= {key: numbers[key] - tokenise_s for key in ("load_s", "first_row_s", "wall_s")}
+    numbers["time_split"]["tokenise"] = tokenise_s
     return {
         **code_here(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": machine_here(),
         "model": os.path.basename(config.model.path.rstrip("/")),
         "model_files": model_identity(config.model),
-        "settings": _settings(config, runner),
+        "answered_by": config.bench.answered_by,
         "workload": os.path.basename(config.input.path) or str(config.bench),
+        "rows": len(requests),
         **numbers,
+    }
+
+
+def _run(config: BenchConfig, tokenizer: Tokenizer, requests: list[Request]) -> dict[str, Any]:
+    """The engine's figures. The machine's limits are measured last, when memory and time are noted."""
+    engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+    load_s = process_seconds()
+    _check_lengths(config, engine)
+
+    runner = cast("ModelRunner", engine.runner)
+    log = StepLog(runner, cost=_cost(config, engine))
+    engine.runner = log
+    answers, run_s = _answer(engine, _batches(config, requests), log)
+    numbers = _counts(engine, log, run_s=run_s)
+    memory = {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": _peak_device_bytes(runner)}
+    return {
+        "settings": _settings(config, runner),
+        **numbers,
+        **answers.numbers(),
         "load_s": load_s,
-        "first_row_s": load_s + first_s,
+        "first_row_s": load_s + answers.first_s,
         "wall_s": load_s + run_s,
         **memory,
-        "time_split": {**engine.stats.seconds, "tokenise": tokenise_s},
+        "time_split": dict(engine.stats.seconds),
         "roof": _held_against(_measure_roof(config, runner), log, run_s=run_s) if config.bench.roof else None,
     }
 
@@ -147,28 +124,31 @@ def _check_lengths(config: BenchConfig, engine: Engine) -> None:
         )
 
 
-def _answer(engine: Engine, requests: list[Request], log: StepLog) -> tuple[float, float]:
-    """Seconds until the first row and until the last one was answered, without those of the log itself."""
-    first_s = None
+def _batches(config: BenchConfig, requests: list[Request]) -> list[list[Request]]:
+    """What is given to the engine in one go: all rows, or as many as run at once."""
+    size = config.engine.max_num_seqs if config.bench.static_batches else len(requests)
+    return [requests[first : first + size] for first in range(0, len(requests), size)]
+
+
+def _answer(engine: Engine, batches: list[list[Request]], log: StepLog) -> tuple[Answers, float]:
+    """The answers, and the seconds until the last one, without those of the log itself."""
+    answers = Answers()
     start = time.perf_counter()
     log.start()
-    for completion in engine.generate(requests):
-        if completion.finish_reason == "error":
-            raise ValueError(f"row {completion.request_id}: {completion.error_message}")
-        if first_s is None:
-            first_s = time.perf_counter() - start - log.own_s
-    run_s = time.perf_counter() - start - log.own_s
-    return run_s if first_s is None else first_s, run_s
+    for completion in itertools.chain.from_iterable(engine.generate(batch) for batch in batches):
+        answers.add(completion, seconds=time.perf_counter() - start - log.own_s)
+    return answers, time.perf_counter() - start - log.own_s
 
 
-def _counts(engine: Engine, log: StepLog, *, run_s: float, num_rows: int) -> dict[str, Any]:
+def _counts(engine: Engine, log: StepLog, *, run_s: float) -> dict[str, Any]:
     stats = engine.stats.snapshot()
     del stats["time_split"]
     phases = Phases.of(log.steps)
     num_prompt, num_generated = engine.stats.num_prompt_tokens, engine.stats.num_generated_tokens
     return {
-        "rows": num_rows,
         **stats,
+        "batch_size_peak": log.most_seqs,
+        "kv_bytes_peak": engine.stats.kv_bytes * engine.stats.num_blocks_peak / engine.stats.num_blocks,
         "generated_tokens_per_s": num_generated / run_s,
         "total_tokens_per_s": (num_prompt + num_generated) / run_s,
         **asdict(phases),

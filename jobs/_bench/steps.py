@@ -52,10 +52,14 @@ class Phases:
 
 
 class StepLog:
-    """Implements ``engine.loop.Runner``. Its own bookkeeping counts in no step's seconds; ``own_s`` sums it up."""
+    """Implements ``engine.loop.Runner``. Its own bookkeeping counts in no step's seconds; ``own_s`` sums it up.
+
+    ``most_seqs`` is how many sequences the fullest step computed for.
+    """
 
     def __init__(self, runner: Runner, *, cost: ModelCost) -> None:
         self.steps: list[Step] = []
+        self.most_seqs = 0
         self.own_s = 0.0
         self._runner = runner
         self._cost = cost
@@ -69,6 +73,7 @@ class StepLog:
         start = time.perf_counter()
         cost = self._cost.of(plan)
         num_decode = sum(chunk.num_tokens for chunk in plan.chunks if chunk.samples and chunk.start >= chunk.seq.num_prompt)
+        self.most_seqs = max(self.most_seqs, len(plan.chunks))
         own_s = time.perf_counter() - start
         draws = self._runner.run(plan)
         now = time.perf_counter()

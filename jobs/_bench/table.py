@@ -38,10 +38,23 @@ def table(lines: Sequence[Line]) -> str:
     for line in lines:
         figures = ["failed", *[""] * (len(columns) - 1)] if "error" in line else [_COLUMNS[heading](line) for heading in columns]
         rows.append([*(str(line["point"][key]) for key in swept), *figures])
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    rule = [f"{'-' * (width - 1)}{'-' if place < len(swept) else ':'}" for place, width in enumerate(widths)]
-    rows.insert(1, rule)
-    return "\n".join([*_head(measured), *(_row(row, widths, num_left=len(swept)) for row in rows)])
+    return "\n".join([*_head(measured), markdown(rows, num_left=len(swept))])
+
+
+def markdown(rows: Sequence[Sequence[str]], *, num_left: int) -> str:
+    """A table, padded; the first row is its head, and numbers stand on the right but for the first ``num_left`` columns."""
+    widths = [max(3, *map(len, cells)) for cells in zip(*rows, strict=True)]
+    rule = [f"{'-' * (width - 1)}{'-' if place < num_left else ':'}" for place, width in enumerate(widths)]
+    return "\n".join(_row(row, widths, num_left=num_left) for row in [rows[0], rule, *rows[1:]])
+
+
+def where(line: Line) -> str:
+    """The machine and the code that a point was measured on."""
+    machine = line["machine"]
+    cpus = f"{machine['usable_cpus']} CPUs" + (f" ({machine['tier']})" if machine["tier"] else "")
+    processor = machine["gpu"] or f"{machine['cpu']}, {cpus}"
+    code = f"pagemill {line['version']}" + (f" at {line['revision']}{'+' if line['dirty'] else ''}" if line["revision"] else "")
+    return f"{processor}, {machine['memory_bytes'] / 2**30:.0f} GiB; {code}, torch {line['torch']}"
 
 
 def _row(cells: Sequence[str], widths: Sequence[int], *, num_left: int) -> str:
@@ -56,11 +69,7 @@ def _head(lines: Sequence[Line]) -> Iterator[str]:
     if not lines:
         return
     line = lines[0]
-    machine = line["machine"]
-    cpus = f"{machine['usable_cpus']} CPUs" + (f" ({machine['tier']})" if machine["tier"] else "")
-    where = machine["gpu"] or f"{machine['cpu']}, {cpus}"
-    code = f"pagemill {line['version']}" + (f" at {line['revision']}{'+' if line['dirty'] else ''}" if line["revision"] else "")
-    yield f"{where}, {machine['memory_bytes'] / 2**30:.0f} GiB; {code}, torch {line['torch']}"
+    yield where(line)
     common = [line[key] for key in ("model", "workload") if all(other[key] == line[key] for other in lines)]
     if common:
         yield "; ".join(common)

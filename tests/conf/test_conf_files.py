@@ -12,17 +12,20 @@ import yaml
 import conf
 from engine import EngineConfig, KVCacheConfig, SamplingParams, plugins
 from jobs import _conf
-from jobs._app import read_run
+from jobs._app import compose, read_run
+from jobs._bench.config import BenchConfig
+from jobs._bench.tables import TableOptions
 from jobs._schema import RunConfig
 from pipeline import InputOptions, OutputOptions, PromptOptions
 
 CONF = Path(conf.__file__).parent
-OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]
+ALL_OPTIONS = [(path.parent.name, path.stem) for path in sorted(CONF.glob("*/*.yaml"))]
+OPTIONS = [(group, option) for group, option in ALL_OPTIONS if group in _conf.groups()]
 DEFAULT_FILES = [(group, option) for group, option in _conf.groups().items() if option is not None]
 
 
 def test_every_folder_is_a_group_of_the_table_of_contents() -> None:
-    assert {group for group, _ in OPTIONS} == set(_conf.groups())
+    assert {group for group, _ in ALL_OPTIONS} == {*_conf.groups(), *_conf.groups("bench")}
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
@@ -57,6 +60,17 @@ def test_default_file_documents_every_key(group: str, option: str) -> None:
 @pytest.mark.parametrize(("group", "package"), [("input", "pipeline.readers"), ("output", "pipeline.writers"), ("job", "jobs")])
 def test_option_is_the_name_of_a_module(group: str, package: str) -> None:
     assert set(_conf.options(group)) <= set(plugins.names(package))
+
+
+def test_a_page_names_tables_that_exist() -> None:
+    for option in _conf.options("table"):
+        config = compose("bench", [f"table={option}"], kind=BenchConfig)
+        assert set(config.table.tables) <= set(plugins.names("jobs._bench.tables"))
+        assert config.table == TableOptions(title=config.table.title, tables=config.table.tables, texts=config.table.texts)
+
+
+def test_the_page_of_the_kv_cache_has_every_table() -> None:
+    assert set(compose("bench", ["table=kv"], kind=BenchConfig).table.tables) == set(plugins.names("jobs._bench.tables"))
 
 
 @pytest.mark.parametrize("package", ["pipeline.readers", "pipeline.writers"])

@@ -16,7 +16,7 @@ import pytest
 from engine import SamplingParams, Tokenizer
 from engine.config import ModelConfig
 from jobs._app import compose
-from jobs._bench.point import BenchConfig
+from jobs._bench.config import BenchConfig
 from jobs._bench.workload import synthetic
 from jobs.bench import Crash, run_apart
 
@@ -38,6 +38,9 @@ def checked(line: dict[str, Any]) -> dict[str, Any]:
     assert line["prefill_s"] + line["decode_s"] <= run_s * (1 + 1e-9)
     assert 0 < line["load_s"] < line["first_row_s"] <= line["wall_s"]
     assert line["kv_blocks_peak"] <= line["kv_blocks_total"]
+    assert line["kv_bytes_peak"] == pytest.approx(line["kv_bytes"] * line["kv_blocks_peak"] / line["kv_blocks_total"])
+    assert line["batch_size_mean"] <= line["batch_size_peak"] <= min(line["rows"], line["settings"]["engine.max_num_seqs"])
+    assert line["first_row_s"] - line["load_s"] <= line["answer_s_median"] <= run_s
     held_bytes = line["kv_bytes"] / line["kv_blocks_total"] * line["kv_blocks_peak"]  # of a pool that is mapped as it is written
     assert line["peak_rss_bytes"] > held_bytes and line["peak_device_bytes"] is None
     assert {"schedule", "forward", "tokenise"} <= set(line["time_split"])

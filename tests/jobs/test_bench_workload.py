@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 
 from engine import SamplingParams
 from jobs._app import compose
-from jobs._bench.point import BenchConfig
+from jobs._bench.config import BenchConfig
 from jobs._bench.workload import Lengths, Workload, synthetic
 from jobs.bench import _points
 
