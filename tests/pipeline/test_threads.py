@@ -60,7 +60,7 @@ class InTurn:
 def no_thread_survives() -> Iterator[None]:
     before = set(threading.enumerate())
     yield
-    assert set(threading.enumerate()) == before
+    assert set(threading.enumerate()) <= before  # an earlier test's may end meanwhile
 
 
 def contents(folder: Path) -> dict[str, bytes]:
