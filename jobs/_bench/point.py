@@ -92,6 +92,7 @@ def _run(config: BenchConfig, tokenizer: Tokenizer, requests: list[Request]) -> 
     answers, run_s = _answer(engine, _batches(config, requests), log)
     numbers = _counts(engine, log, run_s=run_s)
     memory = {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": _peak_device_bytes(runner)}
+    engine.close()  # which saves the blocks for kv_cache.persist, and that is no part of what was measured
     return {
         "settings": _settings(config, runner),
         **numbers,

@@ -117,6 +117,15 @@ def test_a_workload_file_brings_its_own_lengths(pagemill: Any, tiny_model: str, 
     assert [path.name for path in tmp_path.iterdir()] == ["load.jsonl"]
 
 
+def test_what_prompts_share_is_kept_for_the_next_measurement(pagemill: Any, tiny_model: str) -> None:
+    cached = []
+    for _ in range(2):
+        done = pagemill("bench", f"model.path={tiny_model}", *SMALL, "bench.roof=false", "kv_cache.persist=kv")
+        assert done.returncode == 0, done.stderr
+        cached.append(checked(json.loads(done.stdout))["cached_prompt_tokens"])
+    assert cached == [32 * 4, 32 * 5]
+
+
 def test_a_point_that_is_refused_leaves_the_others(pagemill: Any, tiny_model: str) -> None:
     words = [f"model.path={tiny_model}", *SHAPE, "engine.threads=1", "bench.roof=false", "kv_cache.num_blocks=64,1"]
     done = pagemill("bench", *words)
