@@ -358,7 +358,7 @@ class _Mill:
         self._watchdog.progressed()
 
     def _state(self) -> str:
-        oldest = next(iter(self._asked), None)
+        oldest = next(iter(list(self._asked)), None)  # a copy: the watchdog's thread asks, and rows come and go meanwhile
         return f"{len(self._asked)} rows are in flight, the oldest is {oldest}; {self._metrics.rows_done} are done"
 
 

@@ -51,10 +51,16 @@ class Watchdog:
             self._num_ticks += 1
             if self._num_ticks * tick > self._seconds:
                 print(
-                    f"pagemill: no step has finished for {self._seconds:g} s (stall_seconds): {self._state()}", file=sys.stderr, flush=True
+                    f"pagemill: no step has finished for {self._seconds:g} s (stall_seconds): {self._told()}", file=sys.stderr, flush=True
                 )
                 faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
                 print(
                     "pagemill: the engine hangs; finished parts stay, and the same command goes on from there", file=sys.stderr, flush=True
                 )
                 os._exit(1)
+
+    def _told(self) -> str:
+        try:
+            return self._state()
+        except Exception as error:  # it looks at what another thread may be changing, and this one must act all the same
+            return f"what it is at cannot be told ({error!r})"

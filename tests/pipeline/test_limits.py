@@ -154,6 +154,25 @@ def test_near_the_deadline_only_rows_that_can_be_done_are_taken(scripted_engine)
     assert gate.admits(request, num_in_flight=20)
 
 
+CHANGING = """
+import time
+from pipeline.watchdog import Watchdog
+
+def state():
+    raise RuntimeError("dictionary changed size during iteration")
+
+with Watchdog(0.1, state=state):
+    time.sleep(20)
+"""
+
+
+def test_a_watchdog_acts_even_where_it_cannot_tell_what_the_run_is_at() -> None:
+    done = subprocess.run([sys.executable, "-c", CHANGING], capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "no step has finished for 0.1 s (stall_seconds)" in done.stderr
+    assert "the engine hangs" in done.stderr
+
+
 HANG = """
 import runpy, sys, time
 from pathlib import Path
