@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +317,7 @@ def _saved_blocks(frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv
         "attention": type(backend).__module__,
         "kernels": Path(backend.library._name).name if isinstance(backend, cpu.Backend) else None,
         "batch_invariant": engine.batch_invariant,
+        "code": version("pagemill"),
         "torch": torch.__version__,
         "hardware": frame.device.hardware,
     }

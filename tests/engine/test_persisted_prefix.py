@@ -122,6 +122,14 @@ def test_blocks_of_another_model_are_not_taken(tiny_model, tmp_path, what):
     assert equal(found, expected) and (computed, loaded) == (num_all, 0)
 
 
+def test_blocks_of_another_version_are_not_taken(tiny_model, tmp_path, monkeypatch):
+    day(tiny_model, tmp_path / "kv", num_system=64)
+    with monkeypatch.context() as patch:
+        patch.setattr("engine.build.version", lambda _: "0.0.0.other")
+        assert day(tiny_model, tmp_path / "kv", num_system=64)[2] == 0
+    assert day(tiny_model, tmp_path / "kv", num_system=64)[2] > 0
+
+
 def test_a_model_that_only_moved_finds_its_blocks(tiny_model, tmp_path):
     shutil.copytree(tiny_model, tmp_path / "elsewhere")
     first, _, _ = day(tiny_model, tmp_path / "kv", num_system=160)
