@@ -16,6 +16,7 @@ import pyarrow as pa
 from engine import Request
 from pipeline.columns import row_label
 from pipeline.job import Job
+from pipeline.prompt import Prompt
 from pipeline.reader import Reader
 from pipeline.types import Part, Record, RowError, RunError, ShardRows
 
@@ -25,12 +26,22 @@ _MOST_ROWS, _FIRST_ROWS, _BATCH_SECONDS = 64, 8, 0.1
 
 
 class Question(NamedTuple):
-    """A row as it goes to the engine: its place in its shard, its names, and its request or what is wrong with it."""
+    """A row as it goes to the engine: its place in its shard, its names, its request or what is wrong with it, and whether
+    its prompt was cut to fit."""
 
     row: int
     row_id: str
     row_key: str
     asked: Request | RowError
+    is_cut: bool
+
+
+class Asked(NamedTuple):
+    """What a record asks of the engine, or why it cannot be asked; ``is_cut`` where its prompt was cut to fit."""
+
+    record: Record
+    request: Request | RowError
+    is_cut: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +80,43 @@ class Asking:
             asking = ask(self._job, read.records)
             while True:
                 start = time.perf_counter()
-                questions = [self._question(record, asked) for record, asked in next(asking, ())]
+                questions = [self._question(*asked) for asked in next(asking, ())]
                 self.seconds["tokenise"] += time.perf_counter() - start
                 if not questions:
                     break
                 yield Batch(part, read.table, questions)
 
-    def _question(self, record: Record, asked: Request | RowError) -> Question:
+    def _question(self, record: Record, asked: Request | RowError, is_cut: bool) -> Question:
         row_id = record.row_key
         try:
             row_id = row_label(record.columns, id_column=self._id_column, row_key=record.row_key)
         except Exception as error:  # as in ``ask``
             asked = RowError.of(error)
-        return Question(record.index, row_id, record.row_key, asked)
+        return Question(record.index, row_id, record.row_key, asked, is_cut)
 
 
-def ask(job: Job, records: Iterable[Record]) -> Iterator[list[tuple[Record, Request | RowError]]]:
-    """What each of ``records`` asks of the engine, or why it cannot be asked, in their order and a few dozen at a time."""
+def ask(job: Job, records: Iterable[Record]) -> Iterator[list[Asked]]:
+    """What each of ``records`` asks of the engine, in their order and a few dozen at a time."""
     source = iter(records)
     num_rows = _FIRST_ROWS
     while batch := list(islice(source, num_rows)):
         start = time.perf_counter()
         sound = [record for record in batch if record.error is None]
-        prompts = dict(zip((record.index for record in sound), job.prompts.token_ids([record.columns for record in sound]), strict=True))
-        asked = [(record, record.error or _request(job, record, prompts[record.index])) for record in batch]
+        prompts = dict(zip((record.index for record in sound), job.prompts.build([record.columns for record in sound]), strict=True))
+        asked = [_asked(job, record, prompts.get(record.index, record.error)) for record in batch]
         is_quick = time.perf_counter() - start < _BATCH_SECONDS
         num_rows = min(2 * num_rows, _MOST_ROWS) if is_quick else max(num_rows // 2, 1)
         yield asked
 
 
-def _request(job: Job, record: Record, prompt: list[int] | RowError) -> Request | RowError:
+def _asked(job: Job, record: Record, prompt: Prompt | RowError | None) -> Asked:
+    assert prompt is not None, "a record without an error has a prompt, or the reason why not"
     if isinstance(prompt, RowError):
-        return prompt
+        return Asked(record, prompt, is_cut=False)
     try:
-        return job.request(record, prompt_token_ids=prompt)
+        return Asked(record, job.request(record, prompt_token_ids=prompt.token_ids), prompt.is_cut)
     except Exception as error:  # whatever a row does to its own handling is that row's error
-        return RowError.of(error)
+        return Asked(record, RowError.of(error), is_cut=False)
 
 
 def _read(shards: Iterator[ShardRows]) -> ShardRows:

@@ -32,9 +32,6 @@ class Overflow:
         columns: what a prompt is built from; None is every column that the row has.
         messages_column: which of them holds conversations, and then ``prompt_token_ids`` holds ids; None for a template.
         token_ends: for each token of a text the place in the text just behind it.
-
-    Attributes:
-        num_truncated: prompts that were cut so far.
     """
 
     def __init__(
@@ -47,7 +44,6 @@ class Overflow:
         max_model_len: int,
     ) -> None:
         assert mode in MODES[1:]
-        self.num_truncated = 0
         self._mode = mode
         self._columns = columns
         self._messages_column = messages_column
@@ -55,7 +51,7 @@ class Overflow:
         self._max_model_len = max_model_len
 
     def fitted(self, ids: list[int], columns: Row, *, build: Build, max_tokens: int) -> list[int]:
-        """``ids`` where they fit; else ``build`` of the row with as little cut off as makes them fit.
+        """``ids`` themselves where they fit; else ``build`` of the row with as little cut off as makes them fit.
 
         The longest text is cut first, and of each at least one token stays. A prompt that is too long all the same is left as
         it is. Since tokens merge where a text was cut, a few more may go than would have to.
@@ -67,7 +63,6 @@ class Overflow:
             found = self._cut_ids(ids, num_kept=limit)
         else:
             found = self._build_shorter(self._readable(columns), ids, build=build, limit=limit)
-        self.num_truncated += len(found) <= limit
         return found if len(found) <= limit else ids
 
     def _cut_ids(self, ids: Sequence[int], *, num_kept: int) -> list[int]:

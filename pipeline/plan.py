@@ -15,7 +15,7 @@ import pyarrow as pa
 from tqdm import tqdm
 
 from engine import Completion, Outlook, Pool, Request
-from pipeline.asking import ask
+from pipeline.asking import Asked, ask
 from pipeline.columns import OutputColumns
 from pipeline.job import Job
 from pipeline.reader import InputOptions, Reader, open_reader
@@ -138,12 +138,12 @@ def plan(
     columns = OutputColumns(reader.schema, fields=job.fields, prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     PartWriter(output, schema=columns.schema)  # refuses what the format cannot write
     tally = _Tally()
-    for record, asked in _asked(job, reader, progress=progress):
-        tally.count(record, asked, forecast)
-    return tally.plan(forecast, columns=columns.schema, num_truncated=job.prompts.num_truncated)
+    for asked in _asked(job, reader, progress=progress):
+        tally.count(asked, forecast)
+    return tally.plan(forecast, columns=columns.schema)
 
 
-def _asked(job: Job, reader: Reader, *, progress: bool) -> Iterator[tuple[Record, Request | RowError]]:
+def _asked(job: Job, reader: Reader, *, progress: bool) -> Iterator[Asked]:
     total = sum(shard.num_rows for shard in reader.shards)
     with tqdm(total=total, unit="row", file=sys.stderr, disable=None if progress else True, delay=1.0) as bar:
         for rows in reader.read(reader.shards):
@@ -157,6 +157,7 @@ class _Tally:
     """What the rows come to, row by row."""
 
     num_rows: int = 0
+    num_truncated: int = 0
     num_blank_ends: int = 0
     longest_prompt: int = 0
     shortest_prompt: int | None = None
@@ -165,18 +166,20 @@ class _Tally:
     first_failed: dict[str, list[str]] = field(default_factory=dict)
     tail: list[int] | None = None  # what all prompts so far end with
 
-    def count(self, record: Record, asked: Request | RowError, forecast: Forecast) -> None:
+    def count(self, asked: Asked, forecast: Forecast) -> None:
+        record, request, is_cut = asked
         self.num_rows += 1
-        if isinstance(asked, RowError):
-            self._fail(asked.code, record)
+        self.num_truncated += is_cut
+        if isinstance(request, RowError):
+            self._fail(request.code, record)
             return
-        self._measure(asked)
+        self._measure(request)
         self.num_blank_ends += _ends_in_blanks(record)
-        refused = forecast.submit(asked)
+        refused = forecast.submit(request)
         if refused is not None:
             self._fail(refused.error_code or "engine_error", record)
 
-    def plan(self, forecast: Forecast, *, columns: pa.Schema, num_truncated: int) -> Plan:
+    def plan(self, forecast: Forecast, *, columns: pa.Schema) -> Plan:
         outlook = forecast.outlook()
         return Plan(
             num_rows=self.num_rows,
@@ -184,11 +187,11 @@ class _Tally:
             shortest_prompt=self.shortest_prompt or 0,
             longest_prompt=self.longest_prompt,
             context_needed=self.context_needed,
-            num_truncated=num_truncated,
+            num_truncated=self.num_truncated,
             outlook=outlook,
             pool=forecast.pool,
             columns=columns,
-            lint=list(self._lint(outlook, forecast.pool, num_truncated=num_truncated)),
+            lint=list(self._lint(outlook, forecast.pool)),
         )
 
     def _fail(self, code: str, record: Record) -> None:
@@ -204,9 +207,9 @@ class _Tally:
         self.context_needed = max(self.context_needed, len(ids) + request.sampling.max_tokens)
         self.tail = list(ids) if self.tail is None else _common_tail(self.tail, ids)
 
-    def _lint(self, outlook: Outlook, pool: Pool, *, num_truncated: int) -> Iterator[str]:
-        if num_truncated:
-            yield f"{_rows(num_truncated)} whose prompt is too long and cut to fit (prompt.on_overflow)"
+    def _lint(self, outlook: Outlook, pool: Pool) -> Iterator[str]:
+        if self.num_truncated:
+            yield f"{_rows(self.num_truncated)} whose prompt is too long and cut to fit (prompt.on_overflow)"
         if outlook.num_cut:
             yield (
                 f"{_rows(outlook.num_cut)} that the context's end may cut before sampling.max_tokens: "

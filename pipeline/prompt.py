@@ -58,6 +58,13 @@ class _Text(NamedTuple):
     is_raw: bool
 
 
+class Prompt(NamedTuple):
+    """The ids that the model reads; ``is_cut`` says that there were more (``prompt.on_overflow``)."""
+
+    token_ids: list[int]
+    is_cut: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
     """How rows become prompts.
@@ -174,27 +181,23 @@ class Prompts:
                 "set model.chat_template to one (text or a file), or use job=generate with raw prompts"
             )
 
-    @property
-    def num_truncated(self) -> int:
-        """Prompts that were cut so far."""
-        return 0 if self._overflow is None else self._overflow.num_truncated
-
-    def token_ids(self, rows: Sequence[Mapping[str, Any]]) -> list[list[int] | RowError]:
-        """The ids of each row's prompt, given its columns, cut where ``on_overflow`` asks for it.
+    def build(self, rows: Sequence[Mapping[str, Any]]) -> list[Prompt | RowError]:
+        """Each row's prompt, given its columns, cut where ``on_overflow`` asks for it.
 
         Or why it has none: ``empty_prompt``, ``bad_row`` or ``template_error``, and ``bad_params`` where the room depends on
         them. Texts are encoded together, which is cheaper than one by one and gives the same ids.
         """
-        found = self._whole(rows)
-        return found if self._overflow is None else [self._fitted(ids, columns) for ids, columns in zip(found, rows, strict=True)]
+        return [self._fitted(ids, columns) for ids, columns in zip(self._whole(rows), rows, strict=True)]
 
-    def _fitted(self, ids: list[int] | RowError, columns: Mapping[str, Any]) -> list[int] | RowError:
-        assert self._overflow is not None
+    def _fitted(self, ids: list[int] | RowError, columns: Mapping[str, Any]) -> Prompt | RowError:
         if isinstance(ids, RowError):
             return ids
+        if self._overflow is None:
+            return Prompt(ids, is_cut=False)
         try:
             room = self.sampling(columns).max_tokens if self._answers else 0
-            return self._overflow.fitted(ids, columns, build=self._whole_of_one, max_tokens=room)
+            fitted = self._overflow.fitted(ids, columns, build=self._whole_of_one, max_tokens=room)
+            return Prompt(fitted, is_cut=fitted is not ids)
         except Exception as error:  # whatever a row does to its own handling is that row's error
             return RowError.of(error)
 

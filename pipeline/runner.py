@@ -130,7 +130,6 @@ def run(
             stall_seconds=limits.stall_seconds,
         )
         stopped = mill.run(engine) if engine is not None else None
-        metrics.prompts_truncated = job.prompts.num_truncated
         with _writing():
             return summarise(parts, ledger=ledger, metrics=metrics, suffix=writer.suffix, stopped=stopped)
 
@@ -275,6 +274,7 @@ class _Mill:
                     self._tick()
                 self._asked[asked.request.id] = asked
                 self._metrics.asked()
+                self._metrics.prompts_truncated += question.is_cut
                 yield asked.request
 
     def _taken_up(self, question: Question, shard: _OpenShard) -> _Asked | None:

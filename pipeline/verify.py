@@ -101,7 +101,7 @@ def check_rows(archive: Archive, chosen: Sequence[Chosen], *, job: Job, reader: 
         for row in archive.rows(index, [*_ROW, "generation", *tokens, *names]):
             before.setdefault(row["row_key"], []).append(row)
         records = (record for record in next(iter(reader.read([shard]))).records if record.row_key in wanted)
-        for record, asked in itertools.chain.from_iterable(ask(job, records)):
+        for record, asked, _ in itertools.chain.from_iterable(ask(job, records)):
             try:
                 if isinstance(asked, RowError):
                     raise asked

@@ -109,7 +109,7 @@ def from_file(source: InputOptions, *, job: Job, limit: int | None) -> Iterator[
     reader = open_reader(replace(source, path=absolute(source.path)), prompt_columns=job.prompt_columns, limit=limit)
     job.check(reader.schema)
     for shard in reader.read(reader.shards):
-        for record, asked in itertools.chain.from_iterable(ask(job, shard.records)):
+        for record, asked, _ in itertools.chain.from_iterable(ask(job, shard.records)):
             if isinstance(asked, RowError):
                 raise ValueError(f"{record.row_key}: {asked.message}")
             yield asked

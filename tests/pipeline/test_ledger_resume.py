@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import pytest
 
 import pipeline.runner
-from pipeline import durable
+from engine import SamplingParams
+from pipeline import PromptOptions, Prompts, TextJob, durable
 
 ROWS = [{"id": i, "prompt": f"the same words {i % 3}"} for i in range(40)]
 
@@ -316,3 +317,20 @@ def test_an_output_that_cannot_be_is_refused(run_job, write_jsonl, tmp_path) -> 
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(ValueError, match=r"output\.path"):
             run_job(write_jsonl(ROWS), out="closed/out")
+
+
+@pytest.mark.parametrize("stop_after", [13, 30, 39])
+def test_prompts_are_counted_as_cut_by_the_run_that_asks_them(run_job, write_jsonl, scripted_engine, tokenizer, stop_after: int) -> None:
+    path = write_jsonl([{"prompt": f"{i:02} " + "x" * 100 * (i % 2)} for i in range(40)])
+    options = PromptOptions(on_overflow="truncate_right")
+
+    def job() -> TextJob:
+        return TextJob(Prompts(tokenizer, options=options, sampling=SamplingParams(max_tokens=10), chat=False, max_model_len=50))
+
+    def num_cut(engine: Any) -> int:
+        return sum(len(request.prompt_token_ids) == 40 for request in engine.asked)
+
+    for engine in (scripted_engine(max_waiting=6, stop_after=stop_after), scripted_engine(max_waiting=6)):
+        summary = run_job(path, job=job(), engine=engine)
+        assert summary.metrics["prompts_truncated"] == num_cut(engine)
+    assert num_cut(engine) < 20

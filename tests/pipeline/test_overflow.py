@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 
 from engine import SamplingParams, Tokenizer
 from pipeline import PromptOptions, Prompts, RowError
+from pipeline.prompt import Prompt
 
 MODES = ("truncate_left", "truncate_right", "truncate_middle")
 LIMIT = 40
@@ -28,7 +29,11 @@ def prompts(tokenizer) -> Callable[..., Prompts]:
 
 
 def ids(made: Prompts, columns: dict[str, Any]) -> list[int]:
-    (found,) = made.token_ids([columns])
+    return prompt(made, columns).token_ids
+
+
+def prompt(made: Prompts, columns: dict[str, Any]) -> Prompt:
+    (found,) = made.build([columns])
     if isinstance(found, RowError):
         raise found
     return found
@@ -53,7 +58,7 @@ def test_a_raw_prompt_and_ids_keep_as_many_tokens_as_fit(prompts, mode: str, len
     assert ids(made, {"prompt_token_ids": list(range(1, length + 1))}) == (
         list(range(1, length + 1)) if length <= LIMIT else cut(list(range(1, length + 1)), mode, LIMIT)
     )
-    assert made.num_truncated == 2 * (length > LIMIT)
+    assert prompt(made, {"prompt": text}).is_cut == (length > LIMIT)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -100,7 +105,7 @@ def test_a_text_that_is_printed_in_part_or_twice_is_cut_too(prompts) -> None:
 def test_what_is_too_long_without_the_rows_texts_stays_as_it_is(prompts) -> None:
     made = prompts(chat=True, system="S" * 60, on_overflow="truncate_left")
     assert bytes(ids(made, {"prompt": "hello"})).decode().endswith("[user] hello\n[assistant] ")
-    assert made.num_truncated == 0
+    assert not prompt(made, {"prompt": "hello"}).is_cut
 
 
 def test_the_room_for_the_answer_is_the_rows_own(prompts) -> None:

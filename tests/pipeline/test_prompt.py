@@ -17,10 +17,10 @@ def prompt_text(tokenizer):
 
     def build(columns: dict[str, Any], *, chat: bool = False, **options: Any) -> str:
         prompts = Prompts(tokenizer, options=PromptOptions(**options), sampling=SamplingParams(), chat=chat)
-        [found] = prompts.token_ids([columns])
+        [found] = prompts.build([columns])
         if isinstance(found, RowError):
             raise found
-        return bytes(found).decode()
+        return bytes(found.token_ids).decode()
 
     return build
 
