@@ -13,6 +13,9 @@ from pipeline.types import RowError
 
 MODES = ("error", "truncate_left", "truncate_right", "truncate_middle")
 
+# Columns that say how a row is answered, whatever else they are: cut, they say nothing.
+_SETTINGS = ("tools", "sampling_params", "response_format")
+
 _SLACK = 8  # so many tokens more than had to go are no matter
 
 Row = Mapping[str, Any]
@@ -25,8 +28,9 @@ class Overflow:
 
     ``mode`` truncate_left takes tokens from a text's beginning, truncate_right from its end, truncate_middle from between
     its halves. What may be cut are the row's own texts: those of the prompt column, of the ``columns`` that a template
-    names, or of a conversation's messages but for the system's. A template's words, the system prompt and what the chat
-    template puts around the turns stay whole, since the prompt is built anew from the row that was cut.
+    names, or of a conversation's messages but for the system's; never the row's settings.
+    A template's words, the system prompt and what the chat template puts around the turns stay whole, since the prompt is
+    built anew from the row that was cut.
 
     Args:
         columns: what a prompt is built from; None is every column that the row has.
@@ -82,7 +86,10 @@ class Overflow:
 
         def attempt(num_dropped: int) -> tuple[Row, list[int]]:
             shorter = _replaced(row, place, self._cut(text, ends, num_kept=len(ends) - num_dropped))
-            return shorter, build(shorter)
+            try:
+                return shorter, build(shorter)
+            except Exception:  # the text was no plain text but, say, JSON that a template reads
+                return row, ids
 
         best, step = (row, ids), len(ids) - limit
         low = high = 0  # tokens to drop: too few, and enough in the end
@@ -124,6 +131,8 @@ class Overflow:
     def _texts(self, row: Row) -> Iterator[Place]:
         """Where the texts are that may be cut."""
         for name in row if self._columns is None else self._columns:
+            if name in _SETTINGS:
+                continue
             if name == self._messages_column:
                 yield from _contents(row.get(name) or [], column=name)
             else:

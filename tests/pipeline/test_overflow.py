@@ -108,6 +108,20 @@ def test_what_is_too_long_without_the_rows_texts_stays_as_it_is(prompts) -> None
     assert not prompt(made, {"prompt": "hello"}).is_cut
 
 
+def test_a_rows_settings_stay_whole(prompts) -> None:
+    sampling = '{"max_tokens": 10}' + " " * 700
+    columns = {"text": "x" * 500, "other": "", "tools": json.dumps([{"name": "t" * 600}]), "sampling_params": sampling}
+    made = prompts(chat=True, limit=1000, template="{{ text }}{{ row.other }}", on_overflow="truncate_left")
+    assert bytes(ids(made, columns)).decode().startswith(columns["tools"])
+
+
+def test_a_text_that_must_not_be_cut_is_left_and_the_next_one_is(prompts) -> None:
+    made = prompts(template="{% if code|length != 60 %}{{ broken }}{% endif %}{{ text }}", on_overflow="truncate_right")
+    assert bytes(ids(made, {"code": "c" * 60, "text": "x" * 50})).decode() == "x" * LIMIT
+    made = prompts(template="{% if text|length != 60 %}{{ broken }}{% endif %}{{ text }}", on_overflow="truncate_right")
+    assert bytes(ids(made, {"text": "x" * 60})).decode() == "x" * 60
+
+
 def test_the_room_for_the_answer_is_the_rows_own(prompts) -> None:
     made = prompts(on_overflow="truncate_left")
     row = {"prompt": "x" * 100}
