@@ -6,6 +6,7 @@ and how it is computed is the runner's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 # Requests that may wait at once: enough for prefix order to find twins, little enough for memory to stay flat.
 _MAX_WAITING = 8192
+
+_LOG = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
@@ -48,6 +51,7 @@ class Engine:
     ) -> None:
         """``saved``: where blocks go that several requests shared, when the engine is closed; then ``on_close`` is called."""
         self.saved = saved
+        self._warned = False
         self.scheduler = scheduler
         self.runner = runner
         self.tokenizer = tokenizer
@@ -88,6 +92,9 @@ class Engine:
 
     def submit(self, request: Request) -> Completion | None:
         """Queue ``request``. What can never be served (too long, empty) comes straight back as an error completion."""
+        if self.saved is not None and request.sampling.prompt_logprobs is not None and not self._warned:
+            self._warned = True
+            _LOG.warning("kv_cache.persist: nothing is read or kept for prompts that are scored themselves, which are computed whole")
         return self.scheduler.add(request)
 
     def step(self) -> list[Completion]:

@@ -130,6 +130,20 @@ def test_blocks_of_another_version_are_not_taken(tiny_model, tmp_path, monkeypat
     assert day(tiny_model, tmp_path / "kv", num_system=64)[2] > 0
 
 
+def test_prompts_that_are_scored_keep_nothing_which_is_said_once(tiny_model, tmp_path, caplog):
+    engine = Engine.from_config(
+        model=ModelConfig(path=tiny_model, dtype="float32"),
+        engine=EngineConfig(threads=1),
+        kv_cache=KVCacheConfig(num_blocks=200, persist=str(tmp_path / "kv")),
+    )
+    scoring = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    asked = [Request(id=row, prompt_token_ids=words(64, seed=0), sampling=scoring) for row in range(NUM_ROWS)]
+    assert len(list(engine.generate(asked))) == NUM_ROWS
+    engine.close()
+    assert not list((tmp_path / "kv").iterdir())
+    assert [text.startswith("kv_cache.persist: nothing is ") for text in caplog.messages if "persist" in text] == [True]
+
+
 def test_a_model_that_only_moved_finds_its_blocks(tiny_model, tmp_path):
     shutil.copytree(tiny_model, tmp_path / "elsewhere")
     first, _, _ = day(tiny_model, tmp_path / "kv", num_system=160)
