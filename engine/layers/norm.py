@@ -16,5 +16,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        mean = wide.square().mean(-1, keepdim=True)
+        normed = wide * (torch.rsqrt(mean + self.eps) + (mean - mean))  # NaN, not zeros, where the squares overflow
         return self.weight * normed.to(x.dtype)

@@ -109,9 +109,15 @@ def _norm(x_ptr, stream_ptr, sum_ptr, normed_ptr, weight_ptr, size, eps, WIDTH: 
         x = (x.to(tl.float32) + tl.load(stream_ptr + row + at, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + row + at, x, mask=inside)
     wide = x.to(tl.float32)
-    normed = (wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)).to(x.dtype)
+    normed = (wide * _inverse_rms(tl.sum(wide * wide, 0) / size, eps)).to(x.dtype)
     weight = tl.load(weight_ptr + at, mask=inside, other=0.0)
     tl.store(normed_ptr + row + at, (weight.to(tl.float32) * normed.to(tl.float32)).to(x.dtype), mask=inside)
+
+
+@triton.jit
+def _inverse_rms(mean, eps):
+    """Of a mean square; NaN, and so no row of zeros, where that overflowed."""
+    return tl.rsqrt(mean + eps) + (mean - mean)
 
 
 @triton.jit
@@ -160,7 +166,7 @@ def _rotate_and_store(
 
     if head < NUM_HEADS + NUM_KV_HEADS:
         if NORMED:
-            scale_N = tl.rsqrt(tl.sum(first * first + second * second, 1) / HEAD_DIM + eps)
+            scale_N = _inverse_rms(tl.sum(first * first + second * second, 1) / HEAD_DIM, eps)
             weights_ptr = norms_ptr + tl.where(head < NUM_HEADS, 0, HEAD_DIM)
             dtype = qkv_ptr.dtype.element_ty
             weight_low = tl.load(weights_ptr + low, mask=low < HEAD_DIM // 2, other=0.0).to(tl.float32)

@@ -51,6 +51,14 @@ def test_norms(random, close, dtype, size):
     torch.testing.assert_close(normed, norm(stream + x), **close(dtype))
 
 
+def test_norms_of_what_overflows_when_squared_are_no_numbers(random):
+    x = random(3, 64, dtype=torch.float32)
+    weight = torch.ones_like(x[0])
+    x[1, 5] = 1e30
+    for normed in (rms_norm(x, weight, eps=1e-5), add_rms_norm(x, torch.zeros_like(x), weight, eps=1e-5)[0]):
+        assert normed[1].isnan().all() and normed[[0, 2]].isfinite().all()
+
+
 @pytest.mark.parametrize("size", [64, 200, 4864])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_activation(random, close, dtype, size):
