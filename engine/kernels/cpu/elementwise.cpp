@@ -9,7 +9,8 @@ namespace {
 float inverse_rms(const float* x, std::int64_t size, float eps) {
     Lanes squares{};
     for (std::int64_t i = 0; i < size; i += kLanes) squares = multiply_add(load(x + i), load(x + i), squares);
-    return 1.0f / std::sqrt(sum_of(squares) / float(size) + eps);
+    const float mean = sum_of(squares) / float(size);
+    return 1.0f / std::sqrt(mean + eps) + (mean - mean);  // NaN, not zeros, where the squares overflow
 }
 
 bf16 narrow_one(float x) {

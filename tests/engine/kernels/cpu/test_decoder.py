@@ -72,12 +72,14 @@ def forward(model: Decoder, tokens: list[int]) -> torch.Tensor:
 class Native:
     """A packed decoder over pools of NaN; sequences get their blocks by hand."""
 
-    def __init__(self, library, spec: DecoderSpec, *, int8: bool = False, num_threads: int = 2) -> None:
+    def __init__(self, library, spec: DecoderSpec, *, int8: bool = False, num_threads: int = 2, model: Decoder | None = None) -> None:
         self.library, self.spec, self.num_threads = library, spec, num_threads
         self.layout = KVLayout(spec.num_kv_heads, spec.head_dim, BLOCK_SIZE)
         shape = (NUM_BLOCKS, spec.num_kv_heads, 2, BLOCK_SIZE * spec.head_dim)
         self.pools = [torch.full(shape, torch.nan, dtype=torch.bfloat16) for _ in range(spec.num_layers)]
-        self.decoder = PackedDecoder(library, decoder(spec), layout=self.layout, max_tokens=400, int8=int8, num_threads=num_threads)
+        self.decoder = PackedDecoder(
+            library, model or decoder(spec), layout=self.layout, max_tokens=400, int8=int8, num_threads=num_threads
+        )
         self.free = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1)).tolist()
 
     def blocks(self, num_tokens: int) -> list[int]:
@@ -187,3 +189,13 @@ def test_only_wanted_rows_come_out_in_the_order_asked_for(library):
     wanted = torch.tensor([29, 0, 7])
     assert torch.equal(native.rows([chunk], wanted), every[wanted])
     assert native.rows([chunk], wanted[:0]).shape == (0, PLAIN.hidden_size)
+
+
+def test_a_row_that_overflows_when_squared_is_no_number_and_harms_nobody(library):
+    model = decoder(PLAIN)
+    with torch.no_grad():
+        model.embed_tokens.weight[7] = 1e30
+    native = Native(library, PLAIN, model=model)
+    bad, good = native.step([([3, 7], native.blocks(2), 0, 2), ([3, 4], native.blocks(2), 0, 2)])
+    assert bad[1].isnan().all()
+    assert good.isfinite().all()
