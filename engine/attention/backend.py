@@ -7,7 +7,7 @@ Shape suffixes: T tokens of the step, S sequences in it, N blocks a sequence at 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,24 @@ class AttentionInputs:
         """The slot of each (sequence, position); the two arrays broadcast."""
         return self.block_tables[seqs, positions // self.block_size] * self.block_size + positions % self.block_size
 
+    @property
+    def only_decodes(self) -> bool:
+        """Whether each sequence has one query."""
+        return len(self.kv_lengths) == self.query_starts[-1]
+
+    def padded(self, num_seqs: int, *, block: int) -> AttentionInputs:
+        """Decodes with more of them behind, ``num_seqs`` in all, each of which sees itself alone in the first slot of ``block``."""
+        assert self.only_decodes and len(self.kv_lengths) <= num_seqs
+        missing = num_seqs - len(self.kv_lengths)
+        tables_MN = np.zeros((missing, self.block_tables.shape[1]), dtype=np.int64)
+        tables_MN[:, 0] = block
+        return AttentionInputs(
+            query_starts=np.arange(num_seqs + 1),
+            kv_lengths=np.concatenate((self.kv_lengths, np.ones(missing, dtype=np.int64))),
+            block_tables=np.concatenate((self.block_tables, tables_MN)),
+            block_size=self.block_size,
+        )
+
 
 PlanT = TypeVar("PlanT")
 
@@ -97,4 +115,17 @@ class AttentionBackend(Protocol[PlanT]):
 
         With ``window`` w it sees itself and the w - 1 positions before it; only where ``spec.windowed`` announced it.
         """
+        ...
+
+
+@runtime_checkable
+class FixedPlans(Protocol[PlanT]):
+    """What else a backend offers whose calls can be recorded and replayed: plans whose tensors keep their place and shape."""
+
+    def fixed_plan(self, *, num_seqs: int, num_blocks: int) -> PlanT:
+        """A plan for ``attend`` with room for any step of ``num_seqs`` decodes over at most ``num_blocks`` blocks each."""
+        ...
+
+    def refill(self, plan: PlanT, inputs: AttentionInputs) -> None:
+        """Make it the plan of ``inputs``, which has just so many decodes. What was recorded with ``plan`` then serves them."""
         ...

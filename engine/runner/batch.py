@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionInputs
 from engine.kv.format import Filling
 from engine.kv.placement import Piece, Placement
+from engine.transfer import Packed
 from engine.types import StepPlan
 
 
@@ -48,10 +49,13 @@ class Batch:
     filling: Filling | None = None
 
     def to(self, device: torch.device) -> Batch:
-        """The same with its tensors on ``device``."""
+        """The same with its tensors on ``device``, where the step's numbers go in one transfer."""
         fields = {name: getattr(self, name) for name in self.__slots__}
-        moved: dict[str, Any] = {name: value.to(device) for name, value in fields.items() if isinstance(value, Tensor | Filling)}
-        return replace(self, **moved)
+        numbers = {name: value for name, value in fields.items() if isinstance(value, Tensor)}
+        packed = Packed([value.shape for value in numbers.values()], dtype=torch.int64, device=device)
+        packed.send([value.numpy() for value in numbers.values()])
+        moved: dict[str, Any] = dict(zip(numbers, packed.tensors, strict=True))
+        return replace(self, **moved, filling=None if self.filling is None else self.filling.to(device))
 
 
 def build_batch(plan: StepPlan, *, block_size: int, placement: Placement | None = None) -> Batch:

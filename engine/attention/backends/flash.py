@@ -121,6 +121,27 @@ class Backend:
         parts = (np.flatnonzero(num_queries == 1), np.flatnonzero(num_queries > 1))
         return [self._sequences(inputs, seqs) for seqs in parts if len(seqs) > 0]
 
+    def fixed_plan(self, *, num_seqs: int, num_blocks: int) -> list[Sequences]:
+        """Implements ``engine.attention.backend.FixedPlans``: a call for decodes reads just the lengths and the tables."""
+        rows = torch.arange(num_seqs + 1, device=self.spec.device)
+        starts_S1 = rows.int()
+        return [
+            Sequences(
+                rows=rows[:-1],
+                query_starts_S1=starts_S1,
+                kv_starts_S1=starts_S1,
+                kv_lengths_S=torch.ones_like(starts_S1[:-1]),
+                tables_SN=torch.zeros(num_seqs, num_blocks, dtype=torch.int32, device=self.spec.device),
+                max_queries=1,
+                max_kv_length=num_blocks * self.spec.block_size,
+            )
+        ]
+
+    def refill(self, plan: list[Sequences], inputs: AttentionInputs) -> None:
+        (part,) = plan
+        part.kv_lengths_S.copy_(self._ints(inputs.kv_lengths))
+        part.tables_SN[:, : inputs.block_tables.shape[1]] = self._ints(inputs.block_tables)
+
     def attend(self, q_THD: Tensor, kv: KVLayer, plan: list[Sequences], *, window: int | None = None) -> Tensor:
         assert isinstance(kv, PlainLayer), "the store was allocated with this backend's kv_format"
         settings = {

@@ -11,12 +11,11 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionInputs, AttentionSpec
-from engine.attention.work import cut
+from engine.attention.work import Work, cut
 from engine.kv.format import KVLayer, load_format
 from engine.kv.formats._plain import PlainLayer
 
@@ -100,15 +99,41 @@ class Backend:
     def plan(self, inputs: AttentionInputs) -> TritonPlan:
         from engine.kernels.triton.attention import DeviceWork
 
-        shape = self._narrow if bool((np.diff(inputs.query_starts) == 1).all()) else self._wide
-        work = cut(
+        shape = self._narrow if inputs.only_decodes else self._wide
+        return TritonPlan(shape=shape, work=DeviceWork.copy(self._work(inputs, shape), inputs.block_tables, self.spec.device))
+
+    def fixed_plan(self, *, num_seqs: int, num_blocks: int) -> TritonPlan:
+        """Implements ``engine.attention.backend.FixedPlans``.
+
+        Each decode has its own tile, and there are at most as many tiles of shared prefixes. Where tiles are cut, each has a
+        last segment, and the others are ``num_items`` at most: a segment is no less than its share of all positions.
+        """
+        from engine.kernels.triton.attention import DeviceWork
+
+        queries, shares = self._narrow.tile_queries, self.cut.min_saved_tokens is not None
+        num_items = num_seqs * (1 + shares) + self.cut.num_items
+        merges = shares or self.cut.num_items > 0
+        work = DeviceWork(
+            num_items=num_items,
+            tile_queries=queries,
+            num_merged=num_seqs if merges else 0,
+            num_partials=num_items * queries if merges else 0,
+            tables_shape=(num_seqs, num_blocks),
+            device=self.spec.device,
+        )
+        return TritonPlan(shape=self._narrow, work=work)
+
+    def refill(self, plan: TritonPlan, inputs: AttentionInputs) -> None:
+        plan.work.fill(self._work(inputs, plan.shape), inputs.block_tables)
+
+    def _work(self, inputs: AttentionInputs, shape: Shape) -> Work:
+        return cut(
             inputs,
             tile_queries=shape.tile_queries,
             min_saved_tokens=self.cut.min_saved_tokens,
             num_items=self.cut.num_items,
             min_segment=self.cut.min_segment,
         )
-        return TritonPlan(shape=shape, work=DeviceWork.copy(work, inputs.block_tables, self.spec.device))
 
     def attend(self, q_THD: Tensor, kv: KVLayer, plan: TritonPlan, *, window: int | None = None) -> Tensor:
         from engine.kernels.triton.attention import attend

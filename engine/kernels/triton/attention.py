@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,36 +22,51 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from engine.attention.work import Work
+from engine.attention.work import NOBODY, Work
+from engine.transfer import Packed
 
 _LOG2_E = math.log2(math.e)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DeviceWork:
-    """A step's Work and block tables as the kernels read them, int32 tensors on the device."""
+    """A step's Work and block tables as the kernels read them: int32 tensors on the device, which can be filled again.
 
-    tokens_IQ: Tensor
-    positions_IQ: Tensor
-    targets_IQ: Tensor
-    seq_I: Tensor
-    begin_I: Tensor
-    end_I: Tensor
-    merged_N: Tensor
-    parts_N1: Tensor
-    tables_SN: Tensor
-    num_partials: int
+    There may be more items and merged tokens than a work has: the others are nobody's and change nothing.
+    """
+
+    def __init__(
+        self, *, num_items: int, tile_queries: int, num_merged: int, num_partials: int, tables_shape: tuple[int, int], device: torch.device
+    ) -> None:
+        self.num_partials = num_partials
+        of_queries, of_items = (num_items, tile_queries), (num_items,)
+        shapes = [of_queries, of_queries, of_queries, of_items, of_items, of_items, (num_merged,), (num_merged + 1,)]
+        self._packed = Packed(shapes, dtype=torch.int32, device=device)
+        self.tokens_IQ, self.positions_IQ, self.targets_IQ, self.seq_I, self.begin_I, self.end_I, self.merged_N, self.parts_N1 = (
+            self._packed.tensors
+        )
+        self.tables_SN = torch.zeros(tables_shape, dtype=torch.int32, device=device)
 
     @classmethod
     def copy(cls, work: Work, block_tables: npt.NDArray[np.int64], device: torch.device) -> DeviceWork:
-        """All arrays in one transfer."""
-        names = ("tokens_IQ", "positions_IQ", "targets_IQ", "seq_I", "begin_I", "end_I", "merged_N", "parts_N1")
-        arrays = [*(getattr(work, name) for name in names), block_tables]
-        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32)).to(device)
-        pieces = flat.split([array.size for array in arrays])
-        *parts, tables = (piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True))
-        return cls(**dict(zip(names, parts, strict=True)), tables_SN=tables, num_partials=int(work.parts_N1[-1]))
+        """``work`` with as much room as it takes."""
+        made = cls(
+            num_items=len(work.seq_I),
+            tile_queries=work.tokens_IQ.shape[1],
+            num_merged=len(work.merged_N),
+            num_partials=int(work.parts_N1[-1]),
+            tables_shape=block_tables.shape,
+            device=device,
+        )
+        made.fill(work, block_tables)
+        return made
+
+    def fill(self, work: Work, block_tables: npt.NDArray[np.int64]) -> None:
+        assert work.parts_N1[-1] <= self.num_partials, "more partial results than there is room for"
+        arrays = [work.tokens_IQ, work.positions_IQ, work.targets_IQ, work.seq_I, work.begin_I, work.end_I, work.merged_N, work.parts_N1]
+        self._packed.send(arrays, padding=NOBODY)
+        tables = Packed([block_tables.shape], dtype=torch.int32, device=self.tables_SN.device)
+        tables.send([block_tables])
+        self.tables_SN[: block_tables.shape[0], : block_tables.shape[1]] = tables.tensors[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +181,7 @@ def _dot(a, b, WIDENED: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it is another one in each step, and one compilation is to serve all
 def _attend_item(
     q_ptr,
     keys_ptr,
@@ -266,12 +280,13 @@ def _attend_item(
 
 @triton.jit
 def _merge(partial_ptr, lse_ptr, out_ptr, merged_ptr, parts_ptr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr):
-    """Program (merged token, head): the parts' mean, each weighted by two to the power of its log-sum-exp."""
+    """Program (merged token, head): the parts' mean, each weighted by two to the power of its log-sum-exp. Nobody has no parts."""
     place, head = tl.program_id(0), tl.program_id(1)
     token = tl.load(merged_ptr + place).to(tl.int64)
+    is_known = token >= 0
     first, last = tl.load(parts_ptr + place), tl.load(parts_ptr + place + 1)
     dim_D = tl.arange(0, D)
-    largest = tl.load(lse_ptr + first * NUM_HEADS + head)
+    largest = tl.load(lse_ptr + first * NUM_HEADS + head, mask=is_known, other=0.0)
     for part in range(first + 1, last):
         largest = tl.maximum(largest, tl.load(lse_ptr + part * NUM_HEADS + head))
     total = largest * 0.0
@@ -281,5 +296,5 @@ def _merge(partial_ptr, lse_ptr, out_ptr, merged_ptr, parts_ptr, NUM_HEADS: tl.c
         total += weight
         row = (part * NUM_HEADS + head).to(tl.int64)
         acc_D += weight * tl.load(partial_ptr + row * HEAD_DIM + dim_D, mask=dim_D < HEAD_DIM, other=0.0)
-    result_D = (acc_D / total).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim_D, result_D, mask=dim_D < HEAD_DIM)
+    result_D = (acc_D / tl.where(is_known, total, 1.0)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim_D, result_D, mask=is_known & (dim_D < HEAD_DIM))

@@ -133,7 +133,7 @@ def _silu_and_mul(gate_up_ptr, out_ptr, size, PIECE: tl.constexpr):
     tl.store(out_ptr + row * size + at, (activated.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])  # it is another one in each step, and one compilation is to serve all
 def _rotate_and_store(
     qkv_ptr,
     q_ptr,

@@ -177,6 +177,26 @@ def test_calls_mean_the_step(paged_world, version, block_size, window, soft_cap,
             torch.testing.assert_close(result.double(), world.expected(*chunk), rtol=2**-7, atol=2**-9)
 
 
+@pytest.mark.parametrize(("version", "block_size"), [(2, 256), (3, 16)])
+def test_a_fixed_plan_serves_one_step_after_another(paged_world, version, block_size):
+    """The same tensors, filled again: what the calls read lies where it lay."""
+    recorder = Recorder()
+    world = paged_world(
+        backend=lambda spec: flash.Backend(spec, library=recorder.library(version)),
+        block_size=block_size,
+        num_blocks=10_000 // block_size,
+        dtype=torch.bfloat16,
+    )
+    plan = world.backend.fixed_plan(num_seqs=5, num_blocks=1024 // block_size)
+    for lengths in ((1, 17, 256, 257, 600), (300, 2, 2, 16, 1)):
+        decodes = [(c, len(c.q_PHD) - 1, len(c.q_PHD)) for c in map(world.conversation, lengths)]
+        world.backend.refill(plan, world.inputs(decodes))
+        q_THD = torch.cat([c.q_PHD[-1:] for c, _, _ in decodes])
+        for result, decode in zip(world.backend.attend(q_THD, world.store.layer(0), plan).split(1), decodes, strict=True):
+            torch.testing.assert_close(result.double(), world.expected(*decode), rtol=2**-7, atol=2**-9)
+    assert recorder.calls == ["kvcache"] * 2
+
+
 @pytest.mark.parametrize(
     ("version", "change", "reason"),
     [

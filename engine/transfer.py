@@ -1,0 +1,41 @@
+"""Small arrays of the host on the device: several in one transfer, into memory that is taken once.
+
+Knows shapes and one dtype; what the numbers say is the caller's business.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as SequenceOf
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 16  # bytes; a kernel that is compiled for aligned pointers serves every one of the tensors
+
+
+class Packed:
+    """Tensors of fixed ``shapes`` beside one another in one buffer; ``tensors`` are views of it, each begins at 16 bytes."""
+
+    def __init__(self, shapes: SequenceOf[tuple[int, ...]], *, dtype: torch.dtype, device: torch.device) -> None:
+        step = _ALIGNMENT // dtype.itemsize
+        sizes = [math.prod(shape) for shape in shapes]
+        *self._starts, self._size = accumulate((-(-size // step) * step for size in sizes), initial=0)
+        self._flat = torch.empty(self._size, dtype=dtype, device=device)
+        pieces = zip(self._starts, sizes, shapes, strict=True)
+        self.tensors: list[Tensor] = [self._flat[start : start + size].view(shape) for start, size, shape in pieces]
+
+    def send(self, arrays: SequenceOf[npt.NDArray[np.int64]], *, padding: int = 0) -> None:
+        """Overwrite the tensors; what an array is shorter than its tensor in the first dimension is filled with ``padding``.
+
+        The host's copy is pinned where the device is a GPU, so that the host need not wait for what the GPU does before.
+        """
+        host = torch.full((self._size,), padding, dtype=self._flat.dtype, pin_memory=self._flat.device.type == "cuda")
+        flat = host.numpy()
+        for array, tensor, start in zip(arrays, self.tensors, self._starts, strict=True):
+            assert array.shape[1:] == tensor.shape[1:] and len(array) <= len(tensor), "more than there is room for"
+            flat[start : start + array.size] = array.ravel()
+        self._flat.copy_(host, non_blocking=True)
