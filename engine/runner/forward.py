@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
+from engine.kv.format import Filling
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.runner.batch import Batch
@@ -45,12 +46,19 @@ class TorchForward:
 
     def hidden(self, batch: Batch) -> Tensor:
         attention = self.backend.plan(batch.attention)
+        return self.states(batch.token_ids_T, batch.positions_T, batch.slots_T, attention, batch.filling)[batch.wanted_rows_W]
+
+    def states(self, token_ids_T: Tensor, positions_T: Tensor, slots_T: Tensor, attention: Any, filling: Filling | None = None) -> Tensor:
+        """Store the step's keys and values, and give all rows' hidden states [T, E]; ``attention`` is the backend's plan.
+
+        Asks nothing of the host but to launch, so that it can be recorded.
+        """
 
         def attend(layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-            self.store.write(layer, k_TKD, v_TKD, batch.slots_T, batch.filling)
+            self.store.write(layer, k_TKD, v_TKD, slots_T, filling)
             return self.backend.attend(q_THD, self.store.layer(layer), attention)
 
-        return self.model(batch.token_ids_T, batch.positions_T, attend)[batch.wanted_rows_W]
+        return self.model(token_ids_T, positions_T, attend)
 
     def logits(self, hidden_ME: Tensor) -> Tensor:
         return self.model.logits(hidden_ME)

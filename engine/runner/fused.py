@@ -13,11 +13,11 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend
 from engine.kernels.triton.elementwise import add_rms_norm, rms_norm, rotate_and_store, silu_and_mul
+from engine.kv.format import Filling
 from engine.kv.formats._plain import PlainLayer
 from engine.kv.store import KVStore
 from engine.layers.attention import SelfAttention
 from engine.layers.decoder import Decoder
-from engine.runner.batch import Batch
 from engine.runner.forward import TorchForward
 
 
@@ -34,18 +34,18 @@ class FusedForward(TorchForward):
         self.norms_after = [*(layer.input_layernorm for layer in model.layers[1:]), model.norm]
 
     @torch.inference_mode()
-    def hidden(self, batch: Batch) -> Tensor:
+    def states(self, token_ids_T: Tensor, positions_T: Tensor, slots_T: Tensor, attention: Any, filling: Filling | None = None) -> Tensor:
+        assert filling is None, "the cache is plain"
         model, eps = self.model, self.model.spec.rms_norm_eps
-        attention = self.backend.plan(batch.attention)
-        stream_TE = model.embed_tokens(batch.token_ids_T)
+        stream_TE = model.embed_tokens(token_ids_T)
         normed_TE = rms_norm(stream_TE, model.layers[0].input_layernorm.weight, eps=eps)
         for layer, pool, head_norms, norm_after in zip(model.layers, self.pools, self.head_norms, self.norms_after, strict=True):
             q_THD = rotate_and_store(
                 layer.self_attn.qkv_proj(normed_TE),
                 pool.keys,
                 pool.values,
-                slots_T=batch.slots_T,
-                positions_T=batch.positions_T,
+                slots_T=slots_T,
+                positions_T=positions_T,
                 cos_PD=model.rotary.cos,
                 sin_PD=model.rotary.sin,
                 num_heads=model.spec.num_heads,
@@ -57,7 +57,7 @@ class FusedForward(TorchForward):
             normed_TE, stream_TE = add_rms_norm(attended_TE, stream_TE, layer.post_attention_layernorm.weight, eps=eps)
             fed_TE = layer.mlp.down_proj(silu_and_mul(layer.mlp.gate_up_proj(normed_TE)))
             normed_TE, stream_TE = add_rms_norm(fed_TE, stream_TE, norm_after.weight, eps=eps)
-        return normed_TE[batch.wanted_rows_W]
+        return normed_TE
 
 
 def _head_norms(attention: SelfAttention) -> Tensor | None:
