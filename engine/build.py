@@ -6,6 +6,7 @@ Decides nothing about a step; each part refuses the settings that it cannot serv
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionSpec
+from engine.attention.backend import AttentionBackend, AttentionSpec, FixedPlans
 from engine.attention.backends import cpu, flash, triton
 from engine.attention.select import select
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
@@ -34,9 +35,12 @@ from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
 from engine.loop import Engine
 from engine.runner.batch import Batch
+from engine.runner.buckets import BucketedForward, bucket_sizes
+from engine.runner.cudagraph import CudaGraphs, EagerGraphs
 from engine.runner.forward import Forward, TorchForward
 from engine.runner.native import NativeForward
 from engine.runner.parallel import Alone, Group
+from engine.runner.rehearsal import Rehearsal
 from engine.runner.runner import ModelRunner
 from engine.runner.workers import Workers
 from engine.sampling.chance import Choose, choose
@@ -63,16 +67,25 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
     frame = _Frame.of(model, engine, kv_cache)
     saved = _saved_blocks(frame, model=model, engine=engine, kv_cache=kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
+    num_valid_tokens = min(tokenizer.vocab_size, frame.spec.vocab_size)
+    sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed, choose=_choose(frame.backend))
     team = _team(frame.device, model=model, engine=engine, kv_cache=kv_cache)
     with team.together():
         group = team.join(frame.device.torch_device)
-        part = _Part.load(frame, model=model, engine=engine, kv_cache=kv_cache, group=group)
+        decoder = _load(frame, group, model=model, engine=engine)
 
-    num_blocks = part.store.num_blocks
-    num_valid_tokens = min(tokenizer.vocab_size, frame.spec.vocab_size)
-    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes + frame.open_bytes(num_blocks))
+        def runner(*, num_blocks: int, stats: Stats, recorded: bool = False) -> ModelRunner:
+            store = frame.store(num_blocks + recorded)
+            forward = frame.forward(decoder, store=store)
+            if recorded:
+                assert isinstance(forward, TorchForward), "a backend of the CPU offers no fixed plans"
+                forward = frame.bucketed(forward, spare_block=num_blocks)
+            return ModelRunner(forward, store=store, sampler=sampler, stats=stats, device=frame.device.torch_device, team=team)
+
+        model_runner = _ready(frame, group, kv_cache, runner)
+    stats = model_runner.stats
     manager = BlockManager(
-        num_blocks=num_blocks,
+        num_blocks=stats.num_blocks,
         block_size=kv_cache.block_size,
         prefix_cache=kv_cache.prefix_cache,
         copies_parts=frame.backend.kv_format.is_plain,
@@ -90,9 +103,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         stats=stats,
         admission=kv_cache.admission,
     )
-    sampler = Sampler(num_valid_tokens=num_valid_tokens, seed=engine.seed, choose=_choose(frame.backend))
-    runner = ModelRunner(part.forward, store=part.store, sampler=sampler, stats=stats, device=frame.device.torch_device, team=team)
-    return Engine(scheduler=scheduler, runner=runner, tokenizer=tokenizer, saved=saved, on_close=team.close)
+    return Engine(scheduler=scheduler, runner=model_runner, tokenizer=tokenizer, saved=saved, on_close=team.close)
 
 
 def build_worker(*, rank: int, port: int, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Callable[[Batch], None]:
@@ -100,14 +111,39 @@ def build_worker(*, rank: int, port: int, model: ModelConfig, engine: EngineConf
     frame = _Frame.of(model, engine, kv_cache, rank=rank)
     frame.device.take()
     group = Group.join(port, rank=rank, num_ranks=engine.tensor_parallel, device=frame.device.torch_device)
-    part = _Part.load(frame, model=model, engine=engine, kv_cache=kv_cache, group=group)
+    decoder = _load(frame, group, model=model, engine=engine)
+    store = frame.store(frame.num_blocks(kv_cache, free_bytes=frame.free_bytes(group)))
+    forward = frame.forward(decoder, store=store)
 
     @torch.inference_mode()
     def compute(batch: Batch) -> None:
-        part.store.copy_blocks(batch.copies)
-        part.forward.hidden(batch.to(frame.device.torch_device))
+        store.copy_blocks(batch.copies)
+        forward.hidden(batch.to(frame.device.torch_device))
 
     return compute
+
+
+def _load(frame: _Frame, group: Group | Alone, *, model: ModelConfig, engine: EngineConfig) -> Decoder:
+    """This process's share of the weights, on its device."""
+    frame.device.take()
+    share = group.share(batch_invariant=engine.batch_invariant)
+    return load_model(model, dtype=frame.dtype, device=frame.device.torch_device, batch_invariant=engine.batch_invariant, share=share)
+
+
+def _ready(frame: _Frame, group: Group | Alone, kv_cache: KVCacheConfig, runner: Callable[..., ModelRunner]) -> ModelRunner:
+    """The runner over a pool of the right size, rehearsed where that is due; ``runner`` makes one over any pool."""
+    began_s, step_bytes = time.perf_counter(), 0
+    rehearsal = frame.rehearsal if frame.computes_apart else None
+    if rehearsal is not None:
+        step_bytes = rehearsal.step_bytes(runner(num_blocks=rehearsal.num_blocks, stats=Stats()), frame.device.peak_bytes)
+    num_blocks = frame.num_blocks(kv_cache, free_bytes=frame.free_bytes(group), step_bytes=step_bytes)
+    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes + frame.bytes_beside(num_blocks))
+    ready = runner(num_blocks=num_blocks, stats=stats, recorded=frame.is_recorded)
+    if rehearsal is not None:
+        rehearsal.warm_up(ready, num_blocks=num_blocks)
+        stats.seconds.clear()
+        stats.warm_up_s = time.perf_counter() - began_s
+    return ready
 
 
 def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, tokenizer: Tokenizer | None = None) -> Forecast:
@@ -119,7 +155,7 @@ def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
     frame = _Frame.of(model, engine, kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
     weights = sum(weight.numel() for weight in Decoder(frame.share).parameters()) * frame.dtype.itemsize
-    free_bytes = max(0, frame.free_bytes(frame.device.free_bytes()) - weights * engine.tensor_parallel)
+    free_bytes = max(0, frame.free_bytes(Alone()) - weights * engine.tensor_parallel)
     num_blocks = frame.num_blocks(kv_cache, free_bytes=free_bytes)
     admission = Admission(
         num_blocks=num_blocks,
@@ -182,6 +218,7 @@ class _Frame:
     max_num_seqs: int
     max_num_batched_tokens: int
     num_ranks: int
+    int8: bool
 
     @classmethod
     def of(cls, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, *, rank: int = 0) -> _Frame:
@@ -210,16 +247,50 @@ class _Frame:
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             num_ranks=num_ranks,
+            int8=model.weights == "int8",
         )
 
-    def free_bytes(self, least: int) -> int:
-        """What the whole pool may take where the ranks' devices have ``least`` bytes free or more: on a CPU all have the same."""
+    def free_bytes(self, group: Group | Alone) -> int:
+        """What the whole pool may take, with as much on each rank as the one with the least has free: on a CPU all have the same."""
+        least = group.least(self.device.free_bytes())
         return least if self.device.kind == "cpu" else least * self.num_ranks
 
-    def num_blocks(self, kv_cache: KVCacheConfig, *, free_bytes: int) -> int:
+    @property
+    def computes_apart(self) -> bool:
+        """Whether the host may go on while the device computes: other ranks would have to rehearse and record in step."""
+        return self.device.computes_apart and self.num_ranks == 1
+
+    @property
+    def rehearsal(self) -> Rehearsal:
+        return Rehearsal(
+            block_size=self.block_shape["block_size"],
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+        )
+
+    def num_blocks(self, kv_cache: KVCacheConfig, *, free_bytes: int, step_bytes: int = 0) -> int:
         """Raises ValueError where not one fits."""
-        kind = self.device.kind
-        return pool_size(kv_cache, block_bytes=self.block_bytes, free_bytes=free_bytes, device_kind=kind, bytes_beside=self.open_bytes)
+        return pool_size(
+            kv_cache,
+            block_bytes=self.block_bytes,
+            free_bytes=free_bytes,
+            device_kind=self.device.kind,
+            bytes_beside=self.bytes_beside,
+            step_bytes=step_bytes,
+        )
+
+    def store(self, num_blocks: int) -> KVStore:
+        kv_format = self.backend.kv_format
+        return KVStore(
+            kv_format,
+            num_layers=self.spec.num_layers,
+            num_blocks=num_blocks,
+            device=self.device.torch_device,
+            dtype=self.dtype,
+            places=None if kv_format.is_plain else self.places(num_blocks),
+            **self.block_shape,
+        )
 
     def places(self, num_blocks: int) -> Places:
         return Places.for_steps(
@@ -229,39 +300,36 @@ class _Frame:
             max_num_batched_tokens=self.max_num_batched_tokens,
         )
 
-    def open_bytes(self, num_blocks: int) -> int:
+    def forward(self, decoder: Decoder, *, store: KVStore) -> Forward:
+        """A device's own kernels run the step where they, or flash-attn, run the attention; torch does where another backend does."""
+        if isinstance(self.backend, cpu.Backend):
+            return NativeForward(decoder, store=store, backend=self.backend, max_tokens=self.max_num_batched_tokens, int8=self.int8)
+        if _is_fused(self.backend):
+            from engine.runner.fused import FusedForward
+
+            return FusedForward(decoder, store=store, backend=self.backend)
+        return TorchForward(decoder, store=store, backend=self.backend)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether decodes run in fixed sizes, which are recorded before the first row."""
+        return self.computes_apart and self.backend.kv_format.is_plain and isinstance(self.backend, FixedPlans)
+
+    def bucketed(self, forward: TorchForward, *, spare_block: int) -> BucketedForward:
+        return BucketedForward(
+            forward,
+            sizes=bucket_sizes(self.max_num_seqs),
+            spare_block=spare_block,
+            max_blocks=-(-self.max_model_len // self.block_shape["block_size"]),
+            graphs=CudaGraphs() if self.device.kind == "cuda" else EagerGraphs(),
+        )
+
+    def bytes_beside(self, num_blocks: int) -> int:
+        """What lies beside a pool of so many blocks: those that are not full, and the spare one of recorded steps."""
         places = self.places(num_blocks)
         kv_format, num_layers = self.backend.kv_format, self.spec.num_layers
-        own = open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
-        return own * self.num_ranks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """What one process computes with: its keys and values, and its share of the model over them."""
-
-    store: KVStore
-    forward: Forward
-
-    @classmethod
-    def load(cls, frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, group: Group | Alone) -> _Part:
-        """Read the weights, then take the pool: as large as the rank with the least room can have it."""
-        device, kv_format = frame.device, frame.backend.kv_format
-        device.take()
-        share = group.share(batch_invariant=engine.batch_invariant)
-        decoder = load_model(model, dtype=frame.dtype, device=device.torch_device, batch_invariant=engine.batch_invariant, share=share)
-        num_blocks = frame.num_blocks(kv_cache, free_bytes=frame.free_bytes(group.least(device.free_bytes())))
-        store = KVStore(
-            kv_format,
-            num_layers=frame.spec.num_layers,
-            num_blocks=num_blocks,
-            device=device.torch_device,
-            dtype=frame.dtype,
-            places=None if kv_format.is_plain else frame.places(num_blocks),
-            **frame.block_shape,
-        )
-        forward = _forward(decoder, store=store, backend=frame.backend, max_tokens=engine.max_num_batched_tokens, weights=model.weights)
-        return cls(store=store, forward=forward)
+        opened = open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
+        return opened * self.num_ranks + self.block_bytes * self.is_recorded
 
 
 def _team(device: Device, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Alone | Workers:
@@ -272,17 +340,6 @@ def _team(device: Device, *, model: ModelConfig, engine: EngineConfig, kv_cache:
         log.warning("engine.tensor_parallel: processes on one CPU share its cores, and torch computes, not the CPU's kernels: it is slower")
     fetched = replace(model, path=str(checkpoint_folder(model)), sha256=None, fallback=None)
     return Workers(engine.tensor_parallel, settings={"model": fetched, "engine": engine, "kv_cache": kv_cache})
-
-
-def _forward(decoder: Decoder, *, store: KVStore, backend: AttentionBackend[Any], max_tokens: int, weights: str) -> Forward:
-    """A device's own kernels run the step where they, or flash-attn, run the attention; torch does where another backend does."""
-    if isinstance(backend, cpu.Backend):
-        return NativeForward(decoder, store=store, backend=backend, max_tokens=max_tokens, int8=weights == "int8")
-    if _is_fused(backend):
-        from engine.runner.fused import FusedForward
-
-        return FusedForward(decoder, store=store, backend=backend)
-    return TorchForward(decoder, store=store, backend=backend)
 
 
 def _choose(backend: AttentionBackend[Any]) -> Choose:

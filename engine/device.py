@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -81,8 +82,24 @@ class Device:
     def free_bytes(self) -> int:
         """Bytes that can be allocated now: the GPU's, or what the machine and this process's control groups leave."""
         if self.kind == "cuda":
+            torch.cuda.empty_cache()
             return int(torch.cuda.mem_get_info(self.index)[0])
         return min(_available_bytes(), *_control_group_headroom())
+
+    @property
+    def computes_apart(self) -> bool:
+        """Whether it computes while the host goes on: then steps are rehearsed and recorded, and launched one ahead."""
+        return self.kind == "cuda"
+
+    def peak_bytes(self, call: Callable[[], object]) -> int:
+        """Bytes that ``call`` holds at most beside what is held already."""
+        assert self.kind == "cuda", "only a GPU's allocator counts"
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return int(torch.cuda.max_memory_allocated() - before)
 
 
 def usable_cpus() -> int:

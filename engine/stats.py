@@ -20,7 +20,8 @@ class Stats:
     ``num_prompt_tokens`` = cached + computed, counted once a request at its first admission; work done again after a
     preemption counts in ``num_recomputed_tokens`` only. Utilisation is stored tokens / slots over the blocks that live
     sequences hold; an idle cache does not count. ``num_held``, ``num_idle``, ``num_running``, ``num_waiting`` and
-    ``utilisation`` are the last step's. A first token's seconds run from the moment that its request was submitted.
+    ``utilisation`` are the last step's. A first token's seconds run from the moment that its request was submitted. Steps
+    before the first real one are in ``warm_up_s`` and count nowhere else.
     """
 
     num_steps: int = 0
@@ -35,6 +36,7 @@ class Stats:
     num_blocks_peak: int = 0
     num_blocks_loaded: int = 0
     kv_bytes: int = 0
+    warm_up_s: float = 0.0
     num_held: int = 0
     num_idle: int = 0
     num_running: int = 0
@@ -90,6 +92,7 @@ class Stats:
             "recomputed_tokens": self.num_recomputed_tokens,
             "steps": self.num_steps,
             "batch_size_mean": self.num_step_seqs / steps,
+            "warm_up_s": self.warm_up_s,
             "kv_bytes": self.kv_bytes,
             "kv_blocks_total": self.num_blocks,
             "kv_blocks_peak": self.num_blocks_peak,

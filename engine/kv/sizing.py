@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from engine.kv.format import KVFormat
 
 # What the pool may take of the free bytes when the settings say nothing. A CPU's memory belongs to other programs too and
-# a step needs room for its logits; a GPU is ours alone once the weights are loaded.
-_SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.85}
+# a step needs room for its logits. A GPU is ours alone once the weights are loaded, and what a step takes is measured and set
+# aside; the rest is for recorded graphs and what the allocator cannot fill.
+_SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
 
 
 def bytes_per_block(kv_format: KVFormat, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
@@ -40,12 +41,18 @@ def open_bytes(
 
 
 def pool_size(
-    config: KVCacheConfig, *, block_bytes: int, free_bytes: int, device_kind: str, bytes_beside: Callable[[int], int] = lambda _: 0
+    config: KVCacheConfig,
+    *,
+    block_bytes: int,
+    free_bytes: int,
+    device_kind: str,
+    bytes_beside: Callable[[int], int] = lambda _: 0,
+    step_bytes: int = 0,
 ) -> int:
     """The number of blocks in the pool; ``bytes_beside`` so many are taken for the ones that are not full yet.
 
     ``kv_cache.num_blocks`` where it is given; else the most that fit, with what is beside them, in ``kv_cache.memory`` or
-    in a share of ``free_bytes``: 0.5 on a CPU and 0.85 on a GPU.
+    in a share of ``free_bytes`` less the ``step_bytes`` that a step takes: 0.5 on a CPU and 0.9 on a GPU.
 
     Raises:
         ValueError: not one block fits, or more blocks are asked for than are free; the message names the key.
@@ -54,16 +61,21 @@ def pool_size(
     def num_bytes(num_blocks: int) -> int:
         return num_blocks * block_bytes + bytes_beside(num_blocks)
 
+    left = max(0, free_bytes - step_bytes)
+    advice = ", or lower engine.max_num_batched_tokens or engine.max_num_seqs" if step_bytes else ""
     if config.num_blocks is not None:
         key, num_blocks = "kv_cache.num_blocks", config.num_blocks
     else:
-        memory = int(free_bytes * _SHARE_OF_FREE[device_kind]) if config.memory_bytes is None else config.memory_bytes
+        memory = int(left * _SHARE_OF_FREE[device_kind]) if config.memory_bytes is None else config.memory_bytes
         key, num_blocks = "kv_cache.memory", bisect_right(range(memory // block_bytes + 1), memory, key=num_bytes) - 1
     if num_blocks < 1:
-        raise ValueError(f"{key}: a block of {config.block_size} tokens takes {num_bytes(1):,} bytes, and not one fits; give more memory")
-    if num_bytes(num_blocks) > free_bytes:
+        raise ValueError(
+            f"{key}: a block of {config.block_size} tokens takes {num_bytes(1):,} bytes, and not one fits; give more memory{advice}"
+        )
+    if num_bytes(num_blocks) > left:
+        taken = f" beside the {step_bytes:,} that a step takes" if step_bytes else ""
         raise ValueError(
             f"{key}: {num_blocks:,} blocks of {config.block_size} tokens take {num_bytes(num_blocks):,} bytes, "
-            f"but only {free_bytes:,} are free; give less"
+            f"but only {left:,} are free{taken}; give less{advice}"
         )
     return num_blocks

@@ -28,7 +28,7 @@ def test_bytes_of_a_token():
         (KVCacheConfig(memory="512MiB"), "cpu", 1456),
         (KVCacheConfig(memory=BLOCK), "cpu", 1),
         (KVCacheConfig(), "cpu", 5825),
-        (KVCacheConfig(), "cuda", 9903),
+        (KVCacheConfig(), "cuda", 10485),
     ],
 )
 def test_pool_size(config, device_kind, num_blocks):
@@ -47,6 +47,19 @@ def test_pool_size(config, device_kind, num_blocks):
 def test_a_pool_that_cannot_be_is_refused(config, free_bytes, message):
     with pytest.raises(ValueError, match=message):
         pool_size(config, block_bytes=BLOCK, free_bytes=free_bytes, device_kind="cpu")
+
+
+def test_what_a_step_takes_is_kept_free():
+    sizes = {"block_bytes": BLOCK, "free_bytes": 10 * BLOCK, "device_kind": "cuda", "step_bytes": 4 * BLOCK}
+    assert pool_size(KVCacheConfig(), **sizes) == 5, "0.9 of six blocks"
+    assert pool_size(KVCacheConfig(num_blocks=6), **sizes) == pool_size(KVCacheConfig(memory=6 * BLOCK), **sizes) == 6
+    advice = r"or lower engine\.max_num_batched_tokens or engine\.max_num_seqs"
+    with pytest.raises(
+        ValueError, match=r"kv_cache\.num_blocks: 7 .* only 2,211,840 are free beside the 1,474,560 that a step takes; .*" + advice
+    ):
+        pool_size(KVCacheConfig(num_blocks=7), **sizes)
+    with pytest.raises(ValueError, match=r"kv_cache\.memory: a block of 16 tokens takes 368,640 bytes, and not one fits; .*" + advice):
+        pool_size(KVCacheConfig(), **sizes | {"step_bytes": 11 * BLOCK})
 
 
 @pytest.mark.parametrize(("memory", "num_blocks"), [(BLOCK, 0), (3 * BLOCK, 1), (29 * BLOCK, 9), (30 * BLOCK, 10), (32 * BLOCK, 12)])
