@@ -34,6 +34,7 @@ from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
 from engine.loop import Engine
+from engine.overlap import OverlappedEngine
 from engine.runner.batch import Batch
 from engine.runner.buckets import BucketedForward, bucket_sizes
 from engine.runner.cudagraph import CudaGraphs, EagerGraphs
@@ -103,7 +104,8 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         stats=stats,
         admission=kv_cache.admission,
     )
-    return Engine(scheduler=scheduler, runner=model_runner, tokenizer=tokenizer, saved=saved, on_close=team.close)
+    loop = OverlappedEngine if frame.computes_apart else Engine
+    return loop(scheduler=scheduler, runner=model_runner, tokenizer=tokenizer, saved=saved, on_close=team.close)
 
 
 def build_worker(*, rank: int, port: int, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Callable[[Batch], None]:

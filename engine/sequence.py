@@ -26,6 +26,7 @@ class Sequence:
     Attributes:
         tokens: int32 prompt and output token ids, in order.
         num_computed: leading tokens whose keys and values are in ``blocks``.
+        num_unknown: tokens after those, 0 or 1, that are drawn on the device while the host does not know them.
         blocks: block ids in position order; token ``p`` lies in ``blocks[p // block_size]``.
         nodes: radix nodes of the leading blocks that are published; ``nodes[i].block == blocks[i]``.
         max_len: most tokens it may grow to, prompt included.
@@ -52,6 +53,7 @@ class Sequence:
         "num_computed",
         "num_lost",
         "num_prompt",
+        "num_unknown",
         "prompt_scores",
         "request",
         "rules",
@@ -81,6 +83,7 @@ class Sequence:
         self.draws = request.sampling.max_tokens > 0
         self.scores_prompt = request.sampling.prompt_logprobs is not None
         self.num_computed = 0
+        self.num_unknown = 0
         self.num_cached: int | None = None  # prompt tokens found in the cache at the first admission
         self.num_lost = 0  # computed tokens whose blocks it had to give up
         self.blocks: list[int] = []
@@ -102,7 +105,7 @@ class Sequence:
 
     @property
     def num_generated(self) -> int:
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) + self.num_unknown - self.num_prompt
 
     @property
     def num_draws(self) -> int:

@@ -1,6 +1,7 @@
-"""Small arrays of the host on the device: several in one transfer, into memory that is taken once.
+"""Numbers on their way between host and device, without either waiting for the other's work.
 
-Knows shapes and one dtype; what the numbers say is the caller's business.
+Knows shapes and dtypes; what the numbers say is the caller's business. What the host sends is pinned where the device is a
+GPU: a transfer from other memory would wait for all that the GPU was asked to do before.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence as SequenceOf
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +17,29 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16  # bytes; a kernel that is compiled for aligned pointers serves every one of the tensors
+
+
+def sent(numbers: SequenceOf[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``numbers`` as a tensor [N] on the device."""
+    return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
+class Fetch:
+    """A tensor on its way to the host, behind what the device was asked to do so far and before all that it is asked later."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._done: torch.cuda.Event | None = None
+        self._host = tensor
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def tolist(self) -> list[Any]:
+        if self._done is not None:
+            self._done.synchronize()
+        return list(self._host.tolist())
 
 
 class Packed:
@@ -29,10 +54,7 @@ class Packed:
         self.tensors: list[Tensor] = [self._flat[start : start + size].view(shape) for start, size, shape in pieces]
 
     def send(self, arrays: SequenceOf[npt.NDArray[np.int64]], *, padding: int = 0) -> None:
-        """Overwrite the tensors; what an array is shorter than its tensor in the first dimension is filled with ``padding``.
-
-        The host's copy is pinned where the device is a GPU, so that the host need not wait for what the GPU does before.
-        """
+        """Overwrite the tensors; what an array is shorter than its tensor in the first dimension is filled with ``padding``."""
         host = torch.full((self._size,), padding, dtype=self._flat.dtype, pin_memory=self._flat.device.type == "cuda")
         flat = host.numpy()
         for array, tensor, start in zip(arrays, self.tensors, self._starts, strict=True):

@@ -7,7 +7,7 @@ Shape suffixes: T tokens of the step, N rows that score, W rows that score or sa
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Mapping, Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionInputs
 from engine.kv.format import Filling
 from engine.kv.placement import Piece, Placement
+from engine.sequence import Sequence
 from engine.transfer import Packed
 from engine.types import StepPlan
 
@@ -34,6 +35,7 @@ class Batch:
         wanted_rows_W: rows of T whose hidden states are wanted: those whose logits give a prompt token's probability, in
             plan order, then those whose logits are drawn from, in plan order.
         scored_ids_N: the prompt tokens whose probability is wanted.
+        unknown_2U: rows of T whose token the host does not know yet, and the rows of what the step before drew where it is.
         attention: whose rows are whose, and which blocks each sequence reads. Where the cache's format quantises, a chunk
             is as many sequences as it meets blocks, each of which reads its own block from a place.
         filling: the blocks that get full, where the format quantises.
@@ -45,6 +47,7 @@ class Batch:
     slots_T: Tensor
     wanted_rows_W: Tensor
     scored_ids_N: Tensor
+    unknown_2U: Tensor
     attention: AttentionInputs
     filling: Filling | None = None
 
@@ -57,14 +60,27 @@ class Batch:
         moved: dict[str, Any] = dict(zip(numbers, packed.tensors, strict=True))
         return replace(self, **moved, filling=None if self.filling is None else self.filling.to(device))
 
+    def fill_in(self, drawn_M: Tensor) -> None:
+        """Write the tokens that the host did not know; ``drawn_M`` is what the step before drew, on the same device."""
+        rows_U, sources_U = self.unknown_2U
+        self.token_ids_T[rows_U] = drawn_M[sources_U].long()
 
-def build_batch(plan: StepPlan, *, block_size: int, placement: Placement | None = None) -> Batch:
+
+def build_batch(
+    plan: StepPlan, *, block_size: int, placement: Placement | None = None, drawn_rows: Mapping[Sequence, int] | None = None
+) -> Batch:
     """The tensors of ``plan``, on the host; every chunk's blocks must be reserved already. ``placement`` is the plan's own,
-    by default that of a plain format."""
+    by default that of a plain format. ``drawn_rows``: which row of what the step before drew is whose."""
     placement = placement or Placement.plain(plan)
     token_ids = array("i")
+    unknown: list[tuple[int, int]] = []
     for chunk in plan.chunks:
-        token_ids.extend(chunk.seq.tokens[chunk.start : chunk.start + chunk.num_tokens])
+        known = chunk.seq.tokens[chunk.start : chunk.start + chunk.num_tokens]
+        token_ids.extend(known)
+        if len(known) < chunk.num_tokens:
+            assert drawn_rows is not None and len(known) == chunk.num_tokens - 1
+            unknown.append((len(token_ids), drawn_rows[chunk.seq]))
+            token_ids.append(0)
 
     attention = _attention(placement.pieces, block_size=block_size)
     num_queries = np.diff(attention.query_starts)
@@ -83,6 +99,7 @@ def build_batch(plan: StepPlan, *, block_size: int, placement: Placement | None 
         slots_T=torch.from_numpy(attention.slots(seq_T, positions_T)),
         wanted_rows_W=torch.from_numpy(wanted_rows),
         scored_ids_N=torch.tensor(scored_ids, dtype=torch.int64),
+        unknown_2U=_pairs(unknown),
         attention=attention,
         filling=_filling(placement),
     )
@@ -105,5 +122,9 @@ def _attention(pieces: SequenceOf[Piece], *, block_size: int) -> AttentionInputs
 def _filling(placement: Placement) -> Filling | None:
     if placement.pieces[0].place is None:
         return None
-    moves_2M, full_2F = (torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous() for pairs in (placement.moves, placement.full))
-    return Filling(moves_2M=moves_2M, full_2F=full_2F)
+    return Filling(moves_2M=_pairs(placement.moves), full_2F=_pairs(placement.full))
+
+
+def _pairs(pairs: SequenceOf[tuple[int, int]]) -> Tensor:
+    """[2, number of pairs]"""
+    return torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.contiguous()

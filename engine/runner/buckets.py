@@ -19,8 +19,8 @@ from engine.attention.backend import FixedPlans
 from engine.runner.batch import Batch
 from engine.runner.cudagraph import Compute, Graphs
 from engine.runner.forward import TorchForward
+from engine.sampling.drawn import Drawn
 from engine.transfer import Packed
-from engine.types import Draw
 
 
 def bucket_sizes(max_num_seqs: int) -> tuple[int, ...]:
@@ -68,7 +68,7 @@ class BucketedForward:
     def logits(self, hidden_ME: Tensor) -> Tensor:
         return self.forward.logits(hidden_ME)
 
-    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> list[Draw]:
+    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> Drawn:
         return self.forward.greedy(hidden_ME, num_valid_tokens=num_valid_tokens)
 
     def _record(self, size: int, *, like: Batch) -> _Bucket:

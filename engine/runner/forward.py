@@ -15,8 +15,8 @@ from engine.kv.format import Filling
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.runner.batch import Batch
-from engine.sampling.logprobs import score
-from engine.types import Draw
+from engine.sampling.drawn import Drawn
+from engine.sampling.logprobs import scored
 
 
 class Forward(Protocol):
@@ -30,7 +30,7 @@ class Forward(Protocol):
         """Rows of what ``hidden`` gave -> float32 [M, V]."""
         ...
 
-    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> list[Draw]:
+    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> Drawn:
         """For each row what the sampler draws at temperature 0 with no other settings: the most likely id below
         ``num_valid_tokens``, of equal ones the lowest, with its log-softmax over V; NOT_A_NUMBER for NaN or +inf."""
         ...
@@ -63,6 +63,7 @@ class TorchForward:
     def logits(self, hidden_ME: Tensor) -> Tensor:
         return self.model.logits(hidden_ME)
 
-    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> list[Draw]:
+    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> Drawn:
         logits_MV = self.logits(hidden_ME)
-        return score(logits_MV, logits_MV[:, :num_valid_tokens].argmax(-1), num_top=[0] * len(hidden_ME))
+        token_ids_M = logits_MV[:, :num_valid_tokens].argmax(-1)
+        return Drawn(token_ids_M, scored(logits_MV, token_ids_M, num_top=[0] * len(hidden_ME)))

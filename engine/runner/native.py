@@ -16,6 +16,7 @@ from engine.kv.packed_codes import PackedCodesLayer
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.runner.batch import Batch
+from engine.sampling.drawn import Drawn
 from engine.types import NOT_A_NUMBER, Draw
 
 
@@ -47,7 +48,11 @@ class NativeForward:
     def logits(self, hidden_ME: Tensor) -> Tensor:
         return self.decoder.head(hidden_ME)
 
-    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> list[Draw]:
+    def greedy(self, hidden_ME: Tensor, *, num_valid_tokens: int) -> Drawn:
         token_ids, logprobs = self.decoder.head.greedy(hidden_ME, num_valid=num_valid_tokens)
-        draws = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
-        return [Draw(NOT_A_NUMBER, math.nan) if math.isnan(logprob) else Draw(token_id, logprob) for token_id, logprob in draws]
+
+        def read() -> list[Draw]:
+            draws = zip(token_ids.tolist(), logprobs.tolist(), strict=True)
+            return [Draw(NOT_A_NUMBER, math.nan) if math.isnan(logprob) else Draw(token_id, logprob) for token_id, logprob in draws]
+
+        return Drawn(token_ids, read)

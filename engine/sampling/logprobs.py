@@ -7,7 +7,7 @@ Shape suffixes: M rows, V vocabulary, N token ids.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Callable, Sequence as SequenceOf
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,10 @@ from torch import Tensor
 
 from engine.sampling.adjust import adjust
 from engine.sequence import Sequence
+from engine.transfer import Fetch, sent
 from engine.types import NOT_A_NUMBER, Draw
+
+Top = tuple[tuple[int, float], ...]
 
 _CACHE_BYTES = 1 << 20  # a core's own cache, of which some is left for results
 
@@ -26,17 +29,29 @@ def score(logits_MV: Tensor, token_ids_M: Tensor, *, num_top: SequenceOf[int], e
     That is its ``num_top`` most likely tokens, the most likely first, or the tokens of ``extra_ids`` where it names some;
     both are cut to the vocabulary. A row that holds NaN or +inf gives token id NOT_A_NUMBER.
     """
-    draws: list[Draw] = []
+    return scored(logits_MV, token_ids_M, num_top=num_top, extra_ids=extra_ids)()
+
+
+def scored(
+    logits_MV: Tensor, token_ids_M: Tensor, *, num_top: SequenceOf[int], extra_ids: SequenceOf[SequenceOf[int]] = ()
+) -> Callable[[], list[Draw]]:
+    """``score``, which the device has been asked for; the call waits for it."""
+    parts = []
     for rows in slices(logits_MV):
         logprobs_MV = torch.log_softmax(logits_MV[rows], dim=-1)
-        logprobs = logprobs_MV.gather(1, token_ids_M[rows, None]).squeeze(1).tolist()
-        extras = extra_ids[rows] if extra_ids else [()] * len(logprobs)
+        logprobs_M = logprobs_MV.gather(1, token_ids_M[rows, None]).squeeze(1)
+        extras = extra_ids[rows] if extra_ids else [()] * len(logprobs_MV)
         tops = [_top(logprobs_V, count, ids) for logprobs_V, count, ids in zip(logprobs_MV, num_top[rows], extras, strict=True)]
-        draws += [
-            Draw(NOT_A_NUMBER, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top)
-            for token_id, logprob, top in zip(token_ids_M[rows].tolist(), logprobs, tops, strict=True)
+        parts.append((Fetch(token_ids_M[rows]), Fetch(logprobs_M), tops))
+
+    def read() -> list[Draw]:
+        return [
+            Draw(NOT_A_NUMBER, math.nan) if math.isnan(logprob) else Draw(token_id, logprob, top())
+            for token_ids, logprobs, tops in parts
+            for token_id, logprob, top in zip(token_ids.tolist(), logprobs.tolist(), tops, strict=True)
         ]
-    return draws
+
+    return read
 
 
 def slices(logits_MV: Tensor) -> list[slice]:
@@ -70,16 +85,18 @@ def _best(logprobs_V: Tensor, adjusted_V: Tensor, seq: Sequence) -> list[Draw]:
     order_N = adjusted_V[level_N].sort(descending=True, stable=True).indices
     best_N = level_N[order_N[: seq.num_draws]]
     params = seq.request.sampling
-    top = _top(logprobs_V, params.logprobs or 0, params.logprob_token_ids)
+    top = _top(logprobs_V, params.logprobs or 0, params.logprob_token_ids)()
     values = zip(best_N.tolist(), logprobs_V[best_N].tolist(), adjusted_V[best_N].tolist(), strict=True)
     return [Draw(token_id, logprob, top, adjusted) for token_id, logprob, adjusted in values]
 
 
-def _top(logprobs_V: Tensor, num_top: int, extra_ids: SequenceOf[int]) -> tuple[tuple[int, float], ...]:
+def _top(logprobs_V: Tensor, num_top: int, extra_ids: SequenceOf[int]) -> Callable[[], Top]:
     ids = [token_id for token_id in extra_ids if token_id < len(logprobs_V)]
     if ids:
-        return tuple(zip(ids, logprobs_V[ids].tolist(), strict=True))
+        named = Fetch(logprobs_V[sent(ids, dtype=torch.int64, device=logprobs_V.device)])
+        return lambda: tuple(zip(ids, named.tolist(), strict=True))
     if num_top == 0:
-        return ()
-    values, indices = logprobs_V.topk(min(num_top, len(logprobs_V)))
-    return tuple(zip(indices.tolist(), values.tolist(), strict=True))
+        return tuple
+    values_N, indices_N = logprobs_V.topk(min(num_top, len(logprobs_V)))
+    values, indices = Fetch(values_N), Fetch(indices_N)
+    return lambda: tuple(zip(indices.tolist(), values.tolist(), strict=True))

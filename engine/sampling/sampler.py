@@ -17,9 +17,11 @@ from torch import Tensor
 
 from engine.sampling.adjust import adjust, is_adjusted
 from engine.sampling.chance import Choose, choose
-from engine.sampling.logprobs import candidates, score, slices
+from engine.sampling.drawn import Drawn
+from engine.sampling.logprobs import candidates, scored, slices
 from engine.sampling.rng import uniform
 from engine.sequence import Sequence
+from engine.transfer import Fetch, sent
 from engine.types import NOTHING_LEFT, Draw
 
 _MAX_REDRAWS = 16
@@ -59,37 +61,54 @@ class Sampler:
         lowest id wins. A row whose logits hold NaN or +inf gives token id NOT_A_NUMBER, one whose own rules rule out every
         token NOTHING_LEFT; both leave the others alone. The draws of a beam are its candidates, the best first.
         """
-        return [draw for rows in slices(logits_MV) for draw in self._draw_all(logits_MV[rows], seqs[rows])]
+        return self.launch(logits_MV, seqs).read()
 
-    def _draw_all(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
+    def launch(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Drawn:
+        """``draw`` without waiting for the device, but for beams and grammars, which need to know what is drawn."""
+        return Drawn.joined([self._draw_all(logits_MV[rows], seqs[rows]) for rows in slices(logits_MV)])
+
+    def _draw_all(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Drawn:
         of_beams = [m for m, seq in enumerate(seqs) if seq.request.sampling.uses_beams]
         if not of_beams:
             return self._draw(logits_MV, seqs)
         of_samples = [m for m, seq in enumerate(seqs) if not seq.request.sampling.uses_beams]
         ranked = candidates(logits_MV[of_beams], [seqs[m] for m in of_beams], num_valid_tokens=self.num_valid_tokens)
-        drawn = iter(self._draw(logits_MV[of_samples], [seqs[m] for m in of_samples]) if of_samples else [])
-        draws_of_beams = dict(zip(of_beams, ranked, strict=True))
-        return [draw for m, seq in enumerate(seqs) for draw in draws_of_beams.get(m) or islice(drawn, seq.num_draws)]
+        draws_of = dict(zip(of_beams, ranked, strict=True))
+        token_ids_M = torch.zeros(len(seqs), dtype=torch.int64, device=logits_MV.device)
+        if of_samples:
+            samples = [seqs[m] for m in of_samples]
+            drawn = self._draw(logits_MV[of_samples], samples)
+            token_ids_M[of_samples] = drawn.token_ids_M
+            draws = iter(drawn.read())
+            draws_of |= {m: list(islice(draws, seq.num_draws)) for m, seq in zip(of_samples, samples, strict=True)}
+        return Drawn(token_ids_M, lambda: [draw for m in range(len(seqs)) for draw in draws_of[m]])
 
-    def _draw(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> list[Draw]:
+    def _draw(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Drawn:
+        device = logits_MV.device
         rows = [_Row(seq, seq.sample_index + index) for seq in seqs for index in range(seq.num_draws)]
+        firsts = [m for m, row in enumerate(rows) if row.sample_index == row.seq.sample_index]
         if len(rows) > len(seqs):
-            logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=logits_MV.device), dim=0)
+            logits_MV = logits_MV.repeat_interleave(torch.tensor([seq.num_draws for seq in seqs], device=device), dim=0)
         plain_MV = logits_MV[:, : self.num_valid_tokens]
         valid_MV = adjust(plain_MV, [row.seq for row in rows])
-        nothing_left = [False] * len(rows) if valid_MV is plain_MV else valid_MV.amax(-1).isneginf().tolist()
+        nothing_left = None if valid_MV is plain_MV else Fetch(valid_MV.amax(-1).isneginf())
         token_ids_M = self._choose(valid_MV, rows)
         self._keep_to_grammars(token_ids_M, valid_MV, rows)
         params = [row.seq.request.sampling for row in rows]
-        draws = score(
+        scores = scored(
             logits_MV,
             token_ids_M,
             num_top=[p.logprobs or 0 for p in params],
             extra_ids=[p.logprob_token_ids for p in params],
         )
-        return [
-            Draw(NOTHING_LEFT, math.nan) if empty and draw.token_id >= 0 else draw for empty, draw in zip(nothing_left, draws, strict=True)
-        ]
+
+        def read() -> list[Draw]:
+            empty = [False] * len(rows) if nothing_left is None else nothing_left.tolist()
+            draws = zip(empty, scores(), strict=True)
+            return [Draw(NOTHING_LEFT, math.nan) if is_empty and draw.token_id >= 0 else draw for is_empty, draw in draws]
+
+        first_ids_M = token_ids_M if len(firsts) == len(rows) else token_ids_M[sent(firsts, dtype=torch.int64, device=device)]
+        return Drawn(first_ids_M, read)
 
     def _choose(self, logits_MV: Tensor, rows: list[_Row], *, attempt: int = 0) -> Tensor:
         by_chance = [m for m, row in enumerate(rows) if not row.seq.request.sampling.greedy]
@@ -97,7 +116,7 @@ class Sampler:
             return self._draw_by_chance(logits_MV, rows, attempt=attempt)
         token_ids_M = logits_MV.argmax(-1)  # of equal ones the first
         if by_chance:
-            index_R = torch.tensor(by_chance, device=logits_MV.device)
+            index_R = sent(by_chance, dtype=torch.int64, device=logits_MV.device)
             token_ids_M[index_R] = self._draw_by_chance(logits_MV[index_R], [rows[m] for m in by_chance], attempt=attempt)
         return token_ids_M
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from engine.kv.manager import BlockManager, Edge
 from engine.rules import Vocabulary
 from engine.scheduler.admission import Admission
+from engine.scheduler.ahead import go_on
 from engine.scheduler.answers import answer, beam_answers, error
 from engine.scheduler.beams import Beams
 from engine.scheduler.headroom import Headroom
@@ -121,6 +122,17 @@ class Scheduler:
             chunks += self._admit(self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks))
         if self.has_work and (not chunks or self._num_barren_steps > self.max_len):
             raise RuntimeError(f"no progress, so the engine would run for ever: {self._state()}")
+        return self._plan(chunks)
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after ``plan``, whose draws are not known yet; None where it hangs on them, or where there would be nothing to do."""
+        chunks = go_on(plan, self.running, kv=self.kv, budget=self.max_num_batched_tokens)
+        if chunks is None:
+            return None
+        chunks += self._admit(self.max_num_batched_tokens - sum(chunk.num_tokens for chunk in chunks))
+        return self._plan(chunks) if chunks else None
+
+    def _plan(self, chunks: list[Chunk]) -> StepPlan:
         chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         plan = StepPlan(tuple(chunks), copies=self.kv.take_copies(), loads=self.kv.take_loads())
         self.stats.num_blocks_loaded += len(plan.loads)
@@ -129,7 +141,8 @@ class Scheduler:
     def commit(self, plan: StepPlan, draws: SequenceOf[Draw]) -> list[Completion]:
         """Apply a step's draws: advance, publish full blocks, fork samples, stop what is done. Returns what finished.
 
-        A request's completions come together, in sample order, when its last sample is done.
+        A request's completions come together, in sample order, when its last sample is done. What was computed for a sequence
+        that is gone meanwhile is dropped.
         """
         results = iter(draws)
         advanced: list[Sequence] = []
@@ -139,6 +152,9 @@ class Scheduler:
             seq = chunk.seq
             scored = list(islice(results, len(chunk.scores))) if chunk.scores else []
             drawn = list(islice(results, seq.num_draws)) if chunk.samples else []
+            if not seq.blocks:
+                continue
+            seq.num_unknown = 0
             seq.num_computed += chunk.num_tokens
             if (failed := _first_failed(scored) or _first_failed(drawn)) is not None:
                 broken[seq.request.id] = _failure(seq, failed)  # what it computed is nothing to share
@@ -155,6 +171,8 @@ class Scheduler:
             elif seq.num_pending == 0:
                 advanced.append(seq)  # its prompt is scored and nothing is to be drawn
         assert next(results, None) is None, "more draws than the plan asked for"
+        if self.kv.num_held == 0:
+            return []
         self._num_barren_steps = 0 if advanced or searches or broken else self._num_barren_steps + 1
         self.stats.record_step(
             num_seqs=len(plan.chunks),

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from engine.cost import ModelCost
 from engine.loop import Runner
+from engine.overlap import Flight, LaunchingRunner
 from engine.types import Draw, StepPlan
 
 
@@ -51,6 +53,23 @@ class Phases:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class LoggedFlight:
+    """A step on its way; it is written down when its draws have come."""
+
+    flight: Flight
+    land: Callable[[], None]
+
+    @property
+    def plan(self) -> StepPlan:
+        return self.flight.plan
+
+    def draws(self) -> list[Draw]:
+        draws = self.flight.draws()
+        self.land()
+        return draws
+
+
 class StepLog:
     """Implements ``engine.loop.Runner``. Its own bookkeeping counts in no step's seconds; ``own_s`` sums it up.
 
@@ -63,6 +82,7 @@ class StepLog:
         self.own_s = 0.0
         self._runner = runner
         self._cost = cost
+        self._own_since_s = 0.0
         self._last = time.perf_counter()
 
     def start(self) -> None:
@@ -70,17 +90,32 @@ class StepLog:
         self._last = time.perf_counter()
 
     def run(self, plan: StepPlan) -> list[Draw]:
+        entry = self._entry(plan)
+        draws = self._runner.run(plan)
+        self._land(entry)
+        return draws
+
+    def launch(self, plan: StepPlan) -> LoggedFlight:
+        """Implements ``engine.overlap.LaunchingRunner`` around one."""
+        entry = self._entry(plan)
+        return LoggedFlight(cast(LaunchingRunner, self._runner).launch(plan), lambda: self._land(entry))
+
+    def _entry(self, plan: StepPlan) -> Step:
+        """The step but for its seconds."""
         start = time.perf_counter()
         cost = self._cost.of(plan)
         num_decode = sum(chunk.num_tokens for chunk in plan.chunks if chunk.samples and chunk.start >= chunk.seq.num_prompt)
         self.most_seqs = max(self.most_seqs, len(plan.chunks))
         own_s = time.perf_counter() - start
-        draws = self._runner.run(plan)
-        now = time.perf_counter()
-        self.steps.append(Step(now - self._last - own_s, plan.num_tokens - num_decode, num_decode, *cost))
+        self._own_since_s += own_s
         self.own_s += own_s
+        return Step(0.0, plan.num_tokens - num_decode, num_decode, *cost)
+
+    def _land(self, entry: Step) -> None:
+        now = time.perf_counter()
+        self.steps.append(entry._replace(seconds=now - self._last - self._own_since_s))
+        self._own_since_s = 0.0
         self._last = now
-        return draws
 
     def read_block(self, block: int) -> bytes:
         return self._runner.read_block(block)

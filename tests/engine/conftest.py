@@ -36,11 +36,15 @@ class OracleRunner:
         self.num_computed = 0
 
     def run(self, plan) -> list[Draw]:
+        assert all(chunk.start == chunk.seq.num_computed for chunk in plan.chunks)
+        return self.compute(plan, {chunk.seq: chunk.seq.tokens for chunk in plan.chunks})
+
+    def compute(self, plan, tokens_of) -> list[Draw]:
         assert self.budget is None or plan.num_tokens <= self.budget, "a step is over its budget"
         for block, content in plan.loads:
             self.slots[block * self.block_size : (block + 1) * self.block_size] = struct.unpack(f"{self.block_size}q", content)
-        assert all(chunk.start == chunk.seq.num_computed and chunk.num_tokens >= 1 for chunk in plan.chunks)
-        hashes = {chunk.seq: prefix_hashes(chunk.seq.tokens) for chunk in plan.chunks}
+        assert all(chunk.num_tokens >= 1 for chunk in plan.chunks)
+        hashes = {seq: prefix_hashes(tokens) for seq, tokens in tokens_of.items()}
         self.num_computed += plan.num_tokens
         self.attend(plan, hashes)
         results = []

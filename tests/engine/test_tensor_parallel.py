@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams, WorkerLost
+from engine.device import Device
 
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 _SIZES = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "max_position_embeddings": 512, "eos_token_id": 256}
@@ -175,6 +176,19 @@ def test_three_processes_are_no_less_exact_than_one(three):
     one, _ = three(1, "bfloat16", attention="sdpa")
     found, _ = three(3, "bfloat16")
     assert 0 < errors(found) < 1.5 * errors(one) < 0.5
+
+
+def test_processes_neither_rehearse_nor_run_ahead(tiny_model, monkeypatch):
+    """The others would have to do the same, in step."""
+    monkeypatch.setattr(Device, "computes_apart", True)
+    requests = rows(4)
+    engine = engine_of(tiny_model, num_ranks=2)
+    try:
+        found = answers(engine, requests)
+    finally:
+        engine.close()
+    assert type(engine) is Engine and engine.stats.warm_up_s == 0
+    assert len(found) == sum(request.sampling.n for request in requests)
 
 
 def workers_of(parent: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -11,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from engine import Engine, Request, SamplingParams
 from engine.cost import ModelCost
 from engine.kv.manager import BlockManager
+from engine.overlap import OverlappedEngine
 from engine.scheduler.scheduler import Scheduler
 from engine.types import Draw, StepPlan
 from jobs._bench.steps import Phases, Step, StepLog
@@ -28,6 +30,14 @@ COST = ModelCost(
 )
 
 
+class Landed(NamedTuple):
+    plan: StepPlan
+    found: list[Draw]
+
+    def draws(self) -> list[Draw]:
+        return self.found
+
+
 class Instant:
     """Draws without computing, after ``seconds``."""
 
@@ -38,8 +48,13 @@ class Instant:
         time.sleep(self.seconds)
         return [Draw(len(chunk.seq.tokens) % 50, -1.0) for chunk in plan.sampling]
 
+    def launch(self, plan: StepPlan) -> Landed:
+        return Landed(plan, self.run(plan))
 
-def answered(*, num_blocks: int, rows: int, seed: int = 0, seconds: float = 0.0) -> tuple[Engine, StepLog, list[Request]]:
+
+def answered(
+    *, num_blocks: int, rows: int, seed: int = 0, seconds: float = 0.0, loop: type[Engine] = Engine
+) -> tuple[Engine, StepLog, list[Request]]:
     dice = random.Random(seed)
     shared = [dice.randrange(50) for _ in range(9)]
     requests = [
@@ -53,16 +68,18 @@ def answered(*, num_blocks: int, rows: int, seed: int = 0, seconds: float = 0.0)
     kv = BlockManager(num_blocks=num_blocks, block_size=BLOCK_SIZE)
     scheduler = Scheduler(kv=kv, max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64, eos_token_ids=(), vocab_size=50)
     log = StepLog(Instant(seconds), cost=COST)
-    engine = Engine(scheduler=scheduler, runner=log)
+    engine = loop(scheduler=scheduler, runner=log)
     log.start()
     assert sum(len(completion.token_ids) for completion in engine.generate(requests)) == sum(r.sampling.max_tokens for r in requests)
     return engine, log, requests
 
 
+@pytest.mark.parametrize("loop", [Engine, OverlappedEngine])
 @given(seed=st.integers(0, 1000), rows=st.integers(1, 12))
 @settings(max_examples=40, deadline=None)
-def test_every_computed_token_is_in_one_phase(seed: int, rows: int) -> None:
-    engine, log, requests = answered(num_blocks=400, rows=rows, seed=seed)
+def test_every_computed_token_is_in_one_phase(loop: type[Engine], seed: int, rows: int) -> None:
+    """Answers whose length is known beforehand compute nothing in vain, whatever the loop."""
+    engine, log, requests = answered(num_blocks=400, rows=rows, seed=seed, loop=loop)
     phases, stats = Phases.of(log.steps), engine.stats
     assert stats.num_preemptions == 0
     assert phases.prefill_tokens == stats.num_prompt_tokens - stats.num_cached_tokens

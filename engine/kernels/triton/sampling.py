@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.sequence import Sequence
+from engine.transfer import sent
 
 _MIN_TEMPERATURE = 1e-30
 _PIECE = 4096
@@ -30,11 +31,11 @@ def choose(logits_RV: Tensor, seqs: SequenceOf[Sequence], chance_R: SequenceOf[f
     top_ks = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
     return draw(
         logits_RV,
-        chance_R=torch.tensor(chance_R, dtype=torch.float64, device=device),
-        temperature_R=torch.tensor([p.temperature for p in params], dtype=torch.float32, device=device),
-        min_p_R=torch.tensor([p.min_p for p in params], dtype=torch.float32, device=device),
-        top_k_R=torch.tensor(top_ks, dtype=torch.int32, device=device),
-        top_p_R=torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device),
+        chance_R=sent(chance_R, dtype=torch.float64, device=device),
+        temperature_R=sent([p.temperature for p in params], dtype=torch.float32, device=device),
+        min_p_R=sent([p.min_p for p in params], dtype=torch.float32, device=device),
+        top_k_R=sent(top_ks, dtype=torch.int32, device=device),
+        top_p_R=sent([p.top_p for p in params], dtype=torch.float64, device=device),
     )
 
 

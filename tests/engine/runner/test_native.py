@@ -128,7 +128,7 @@ def test_a_row_of_no_numbers_is_told(wide_model):
     forward = engine(wide_model).runner.forward
     hidden = torch.zeros(3, forward.decoder.head.num_in, dtype=torch.bfloat16)
     hidden[1, 0] = torch.nan
-    assert [draw.token_id == NOT_A_NUMBER for draw in forward.greedy(hidden, num_valid_tokens=10)] == [False, True, False]
+    assert [draw.token_id == NOT_A_NUMBER for draw in forward.greedy(hidden, num_valid_tokens=10).read()] == [False, True, False]
 
 
 def test_weights_in_8_bits_are_near_and_refused_where_torch_runs(wide_model, tiny_model):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine import Engine, EngineConfig, KVCacheConfig, ModelConfig, Request, SamplingParams
 from engine.device import Device
+from engine.overlap import OverlappedEngine
 from engine.runner.buckets import BucketedForward
 from engine.runner.forward import TorchForward
 from engine.runner.rehearsal import Rehearsal
@@ -100,14 +101,14 @@ def test_no_real_step_takes_more_than_was_measured(tiny_model, on_a_gpu):
     engine = build(tiny_model, attention="triton", max_num_seqs=4, max_num_batched_tokens=24)
     assert max(measured) > 2 * 4 * engine.tokenizer.vocab_size * 4, "the logits of four rows, and their log probabilities"
 
-    run, taken = engine.runner.run, []
+    launch, taken = engine.runner.launch, []
 
     def measure(plan):
-        draws = []
-        taken.append(peak_bytes(lambda: draws.extend(run(plan))))
-        return draws
+        flights = []
+        taken.append(peak_bytes(lambda: flights.append(launch(plan))))
+        return flights[0]
 
-    engine.runner.run = measure
+    engine.runner.launch = measure
     dice = random.Random(0)
     rows = [
         SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0),
@@ -156,7 +157,8 @@ def counts(engine: Engine) -> dict:
 def test_a_warm_up_records_every_size_and_leaves_no_trace(tiny_model, on_a_gpu):
     pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
     settings = {"attention": "triton", "max_num_seqs": 5, "max_num_batched_tokens": 24, "kv_cache": KVCacheConfig(num_blocks=40)}
-    cold = build(tiny_model, **settings)
+    parts = build(tiny_model, **settings)
+    cold = OverlappedEngine(scheduler=parts.scheduler, runner=parts.runner, tokenizer=parts.tokenizer)
     on_a_gpu(lambda call: (call(), 1000)[1])
     warm = build(tiny_model, **settings)
     assert warm.stats.warm_up_s > 0.0 == cold.stats.warm_up_s
