@@ -67,7 +67,8 @@ def load(tier: Tier | None = None) -> ctypes.CDLL:
 def _attempt(tier: Tier | None) -> ctypes.CDLL | Unavailable:
     """Memoised in both ways: neither the library nor the reason changes while the process lives."""
     try:
-        return open_library(Path(__file__).parent, tier=tier or tier_here())
+        preferred = tier_here()  # what is switched off is so for a tier that is named too
+        return open_library(Path(__file__).parent, tier=tier or preferred)
     except Unavailable as reason:
         log.warning("the CPU kernels are not used, torch does their work: %s", reason)
         return reason

@@ -11,6 +11,7 @@ import torch
 
 from engine.attention.backend import AttentionBackend, AttentionInputs, AttentionSpec
 from engine.attention.select import select
+from engine.kernels.cpu import build
 from engine.kv.format import format_name
 from engine.kv.store import KVStore
 
@@ -129,5 +130,14 @@ class PagedWorld:
 
 @pytest.fixture(scope="session")
 def paged_world():
-    """PagedWorld itself: each test builds the worlds that it needs."""
-    return PagedWorld
+    """Builds a PagedWorld, as many as a test needs; skips where its backend wants the CPU's kernels and there are none."""
+
+    def make(*, backend="reference", **settings) -> PagedWorld:
+        if backend == "cpu":
+            try:
+                build.load()
+            except build.Unavailable as reason:
+                pytest.skip(str(reason))
+        return PagedWorld(backend=backend, **settings)
+
+    return make
