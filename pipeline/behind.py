@@ -1,21 +1,22 @@
 """A thread that works behind: it does one thing after the other that somebody else need not wait for.
 
-Owns the thread and its queue; what is done, it is told.
+Owns the queue; what is done, it is told.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from pipeline.beside import Beside
+
 T = TypeVar("T")
 
 
-class Behind(Generic[T]):
+class Behind(Beside, Generic[T]):
     """Does ``work`` with every item that it is given, in their order, in a thread of its own while the block runs.
 
     To leave the block is to wait until all is done. The first error, whatever it is, ends it: nothing more is done, and ``check``
@@ -30,30 +31,17 @@ class Behind(Generic[T]):
     """
 
     def __init__(self, work: Callable[[T], None], *, most: int) -> None:
+        super().__init__("behind")
         self.left: list[T] = []
         self.seconds = 0.0
         self._work = work
         self._most = most
         self._items: deque[T] = deque()  # the first is being worked on
-        self._error: BaseException | None = None
-        self._is_over = False
-        self._has_ended = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="behind", daemon=True)
-
-    def __enter__(self) -> Behind[T]:
-        self._thread.start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._changed:
-            self._is_over = True
-            self._changed.notify_all()
         try:
-            self._wait_for_end()
-        finally:  # a Ctrl-C ends the waiting, not the work; whoever comes next must find it done
-            self._wait_for_end()
-            self._thread.join()  # not sooner: to Python a thread whose join is interrupted has ended
+            self._leave()
+        finally:
             self.left = list(self._items)
         if error is not self._error:
             self.check()
@@ -71,7 +59,7 @@ class Behind(Generic[T]):
     def has_room(self, timeout: float) -> bool:
         """Whether one more item may be given within ``timeout`` seconds; raises what the work raised."""
         with self._changed:
-            has_room = self._changed.wait_for(lambda: len(self._items) <= self._most or self._error is not None, timeout)
+            has_room = self._changed.wait_for(lambda: len(self._items) <= self._most or self._has_ended, timeout)
         self.check()
         return has_room
 
@@ -82,24 +70,15 @@ class Behind(Generic[T]):
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while self._error is None and (item := self._next()) is not None:
+        while (item := self._next()) is not None:
             start = time.perf_counter()
             try:
                 self._work(item)
-            except BaseException as error:  # it is the giver's thread that has to end by it
-                self._error = error
-            self.seconds += time.perf_counter() - start
+            finally:
+                self.seconds += time.perf_counter() - start
             with self._changed:
-                if self._error is None:
-                    self._items.popleft()
+                self._items.popleft()
                 self._changed.notify_all()
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-
-    def _wait_for_end(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended)
 
     def _next(self) -> T | None:
         """The item to work on, when there is one; None when all is done and nothing will follow."""

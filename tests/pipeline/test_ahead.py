@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -101,3 +102,34 @@ def test_it_says_whether_there_is_anything_to_take() -> None:
         assert next(ahead) == 0
         assert ahead.is_ready(5), "the end is something too"
         assert list(ahead) == []
+
+
+def test_the_source_is_closed_though_the_waiting_is_interrupted() -> None:
+    drawing, leaving, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def items() -> Generator[int, None, None]:
+        try:
+            drawing.set()
+            leaving.wait()
+            time.sleep(0.1)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            time.sleep(0.2)
+            yield 0
+        finally:
+            ended.set()
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    def take_nothing() -> None:
+        with Ahead(items(), most=1):
+            drawing.wait()
+            leaving.set()
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            take_nothing()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert ended.is_set()
