@@ -46,6 +46,8 @@ def refuse(spec: AttentionSpec) -> str | None:
     version = installed_version(capability)
     if version is None:
         return "the package flash-attn is not installed; pip install --no-build-isolation 'pagemill[flash]'"
+    if importlib.util.find_spec("triton") is None:
+        return "the step around flash-attn runs on Triton kernels, and triton is not installed; pip install 'pagemill[gpu]'"
     return refuse_version(spec, version)
 
 

@@ -37,3 +37,14 @@ def test_windows_and_caps_are_refused_by_those_that_lack_them(paged_world, name,
 
 def test_auto_takes_no_kernels_in_an_interpreter(paged_world):
     assert type(select("auto", spec=paged_world(dtype=torch.float16).spec)).__module__.endswith("sdpa")
+
+
+def test_auto_says_where_a_format_costs_the_fast_kernels(paged_world, caplog):
+    plain = paged_world(backend="cpu", dtype=torch.bfloat16).spec
+    select("auto", spec=plain)
+    select("auto", spec=replace(plain, dtype=torch.float16, kv_format="fp4"))
+    assert not caplog.messages, "nothing is lost: the kernels have them, or lack the dtype"
+
+    assert type(select("auto", spec=replace(plain, kv_format="fp4"))).__module__.endswith("sdpa")
+    (message,) = caplog.messages
+    assert message.startswith("kv_cache.format=fp4: sdpa attends, which is slower than cpu: the kernels read keys and values in bf16")
