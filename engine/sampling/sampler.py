@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.sampling.adjust import adjust, is_adjusted
 from engine.sampling.chance import Choose, choose
 from engine.sampling.drawn import Drawn
-from engine.sampling.logprobs import candidates, scored, slices
+from engine.sampling.logprobs import candidates, portions, rows_at_once, scored
 from engine.sampling.rng import uniform
 from engine.sequence import Sequence
 from engine.transfer import Fetch, sent
@@ -65,7 +65,9 @@ class Sampler:
 
     def launch(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Drawn:
         """``draw`` without waiting for the device, but for beams and grammars, which need to know what is drawn."""
-        return Drawn.joined([self._draw_all(logits_MV[rows], seqs[rows]) for rows in slices(logits_MV)])
+        # A draw takes a row of logits to itself, so those of a step with many a row are made in portions.
+        draws = portions([seq.num_draws for seq in seqs], at_once=rows_at_once(logits_MV))
+        return Drawn.joined([self._draw_all(logits_MV[rows], seqs[rows]) for rows in draws])
 
     def _draw_all(self, logits_MV: Tensor, seqs: SequenceOf[Sequence]) -> Drawn:
         of_beams = [m for m, seq in enumerate(seqs) if seq.request.sampling.uses_beams]

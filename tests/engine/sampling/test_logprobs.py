@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 
 from engine.rules import Rules
-from engine.sampling.logprobs import candidates
+from engine.sampling.logprobs import candidates, portions
 from engine.sampling.sampler import Sampler
 
 VOCAB = 40
@@ -65,3 +67,11 @@ def test_samples_and_beams_in_one_batch_are_what_they_are_alone(row, logits, num
     sampler = Sampler(num_valid_tokens=VOCAB, seed=0)
     alone = [draw for i, seq in enumerate(seqs) for draw in sampler.draw(logits[i : i + 1], [seq])]
     assert sampler.draw(logits, seqs) == alone
+
+
+@given(counts=st.lists(st.integers(1, 9)), at_once=st.integers(0, 20))
+def test_portions_hold_all_in_order_and_no_more_than_fits(counts, at_once):
+    parts = [counts[rows] for rows in portions(counts, at_once=at_once)]
+    assert [count for part in parts for count in part] == counts
+    assert all(len(part) == 1 or sum(part) <= at_once for part in parts)
+    assert all(sum(part) + after[0] > at_once for part, after in pairwise(parts)), "a portion is as large as can be"
