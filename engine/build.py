@@ -1,27 +1,26 @@
-"""Turns settings into an engine: the only file that sees every part.
+"""Puts an engine together, in this process or across several: the only file that sees every part.
 
-Decides nothing about a step; each part refuses the settings that it cannot serve, by the key's name.
+Decides nothing about a step; what the settings come to on this machine is engine/frame.py's.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.attention.backend import AttentionBackend, AttentionSpec, FixedPlans
-from engine.attention.backends import cpu, flash, triton
-from engine.attention.select import select
+from engine.attention.backend import AttentionBackend
+from engine.attention.backends import cpu
 from engine.config import EngineConfig, KVCacheConfig, ModelConfig
-from engine.context import max_model_len
 from engine.device import Device
 from engine.forecast import Forecast, Pool
+from engine.frame import Frame, is_fused
 from engine.grammar.compiler import Grammars
 from engine.kernels.cpu.draw import NativeChoice
 from engine.kv.capacity import Capacity
@@ -30,18 +29,12 @@ from engine.kv.manager import BlockManager
 from engine.kv.persist import SavedBlocks
 from engine.kv.placement import Places
 from engine.kv.sizing import bytes_per_block, open_bytes, pool_size
-from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
-from engine.layers.spec import DecoderSpec
 from engine.loop import Engine
 from engine.overlap import OverlappedEngine
 from engine.runner.batch import Batch
-from engine.runner.buckets import BucketedForward, bucket_sizes
-from engine.runner.cudagraph import CudaGraphs, EagerGraphs
-from engine.runner.forward import Forward, TorchForward
-from engine.runner.native import NativeForward
+from engine.runner.forward import TorchForward
 from engine.runner.parallel import Alone, Group
-from engine.runner.rehearsal import Rehearsal
 from engine.runner.runner import ModelRunner
 from engine.runner.workers import Workers
 from engine.sampling.chance import Choose, choose
@@ -50,7 +43,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.scheduler import Scheduler
 from engine.stats import Stats
 from engine.tokenizer import Tokenizer
-from engine.weights import checkpoint_folder, load_model, read_kv_shape, read_spec
+from engine.weights import checkpoint_folder, load_model, read_kv_shape
 from engine.weights.identity import model_identity
 
 # These say where a model's files lie and how a chat becomes tokens; what keys and values are is in the files.
@@ -65,7 +58,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
         ValueError: a setting cannot be served on this machine or by this model; the message names the key.
         WorkerLost: one of the processes that share the model ended while it was loaded.
     """
-    frame = _Frame.of(model, engine, kv_cache)
+    frame = Frame.of(model, engine, kv_cache)
     saved = _saved_blocks(frame, model=model, engine=engine, kv_cache=kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
     num_valid_tokens = min(tokenizer.vocab_size, frame.spec.vocab_size)
@@ -110,7 +103,7 @@ def build(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, 
 
 def build_worker(*, rank: int, port: int, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Callable[[Batch], None]:
     """Rank ``rank``'s share of the model that ``build`` loads in the process that waits at ``port``: what computes a batch."""
-    frame = _Frame.of(model, engine, kv_cache, rank=rank)
+    frame = Frame.of(model, engine, kv_cache, rank=rank)
     frame.device.take()
     group = Group.join(port, rank=rank, num_ranks=engine.tensor_parallel, device=frame.device.torch_device)
     decoder = _load(frame, group, model=model, engine=engine)
@@ -125,14 +118,14 @@ def build_worker(*, rank: int, port: int, model: ModelConfig, engine: EngineConf
     return compute
 
 
-def _load(frame: _Frame, group: Group | Alone, *, model: ModelConfig, engine: EngineConfig) -> Decoder:
+def _load(frame: Frame, group: Group | Alone, *, model: ModelConfig, engine: EngineConfig) -> Decoder:
     """This process's share of the weights, on its device."""
     frame.device.take()
     share = group.share(batch_invariant=engine.batch_invariant)
     return load_model(model, dtype=frame.dtype, device=frame.device.torch_device, batch_invariant=engine.batch_invariant, share=share)
 
 
-def _ready(frame: _Frame, group: Group | Alone, kv_cache: KVCacheConfig, runner: Callable[..., ModelRunner]) -> ModelRunner:
+def _ready(frame: Frame, group: Group | Alone, kv_cache: KVCacheConfig, runner: Callable[..., ModelRunner]) -> ModelRunner:
     """The runner over a pool of the right size, rehearsed where that is due; ``runner`` makes one over any pool."""
     began_s, step_bytes = time.perf_counter(), 0
     rehearsal = frame.rehearsal if frame.computes_apart else None
@@ -154,7 +147,7 @@ def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
     Raises:
         ValueError: as for ``build``, but for what only the weights would show.
     """
-    frame = _Frame.of(model, engine, kv_cache)
+    frame = Frame.of(model, engine, kv_cache)
     tokenizer = tokenizer or Tokenizer.load(model)
     weights = sum(weight.numel() for weight in Decoder(frame.share).parameters()) * frame.dtype.itemsize
     free_bytes = max(0, frame.free_bytes(Alone()) - weights * engine.tensor_parallel)
@@ -173,6 +166,7 @@ def forecast(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
         num_blocks=num_blocks,
         block_size=kv_cache.block_size,
         block_bytes=frame.block_bytes,
+        bytes_beside=frame.bytes_beside(num_blocks),
         max_num_seqs=engine.max_num_seqs,
         max_len=admission.max_len,
         prefix_cache=kv_cache.prefix_cache,
@@ -187,151 +181,42 @@ def capacity(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
         ValueError: there is no such model, or its config does not tell the sizes; the message names the key.
     """
     device = Device.find(engine.device)
-    kv_format = format_name(kv_cache.format, model_dtype=str(device.dtype(model.dtype)).removeprefix("torch."))
-    shape = read_kv_shape(model)
-    sizes = {"num_layers": shape.num_layers, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-    block_bytes = bytes_per_block(load_format(kv_format), block_size=kv_cache.block_size, **sizes)
-    if num_bytes is None and kv_cache.memory_bytes is None:
-        num_bytes = block_bytes * pool_size(kv_cache, block_bytes=block_bytes, free_bytes=device.free_bytes(), device_kind=device.kind)
-    return Capacity.of(
-        format=kv_format,
-        num_bytes=num_bytes or kv_cache.memory_bytes or 0,
-        max_model_len=engine.max_model_len or shape.max_position_embeddings,
-        block_size=kv_cache.block_size,
-        **sizes,
-    )
+    dtype = device.dtype(model.dtype)
+    name = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
+    kv_format, shape = load_format(name), read_kv_shape(model)
+    sizes = {
+        "num_layers": shape.num_layers,
+        "block_size": kv_cache.block_size,
+        "num_kv_heads": shape.num_kv_heads,
+        "head_dim": shape.head_dim,
+    }
+    block_bytes = bytes_per_block(kv_format, **sizes)
+    settings = kv_cache if num_bytes is None else replace(kv_cache, memory=num_bytes, num_blocks=None)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Frame:
-    """What the settings come to on this machine, for one of the processes that share the model, before a weight is read.
-
-    ``spec`` and ``block_bytes`` are the whole model's, ``share`` and ``block_shape`` what this process has of it.
-    """
-
-    device: Device
-    dtype: torch.dtype
-    spec: DecoderSpec
-    share: DecoderSpec
-    max_model_len: int
-    backend: AttentionBackend[Any]
-    block_shape: Mapping[str, int]
-    block_bytes: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    num_ranks: int
-    int8: bool
-
-    @classmethod
-    def of(cls, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig, *, rank: int = 0) -> _Frame:
-        """Raises ValueError where a setting cannot be served."""
-        num_ranks = engine.tensor_parallel
-        device = Device.find(engine.device, threads=engine.threads).of_rank(rank, num_ranks=num_ranks)
-        dtype = device.dtype(model.dtype)
-        spec = read_spec(model)
-        share = spec.share(num_ranks)
-        context = max_model_len(engine, spec=spec)
-        kv_format = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
-        attention = _attention_spec(engine, kv_cache, share, device=device, dtype=dtype, kv_format=kv_format)
-        backend = select(engine.attention, spec=attention)
-        if model.weights == "int8":
-            _refuse_int8(backend, attention)
-        shape = {"block_size": kv_cache.block_size, "num_kv_heads": share.num_kv_heads, "head_dim": spec.head_dim}
-        return cls(
-            device=device,
-            dtype=dtype,
-            spec=spec,
-            share=share,
-            max_model_len=context,
-            backend=backend,
-            block_shape=shape,
-            block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape) * num_ranks,
+    def bytes_beside(num_blocks: int) -> int:
+        places = Places.for_steps(
+            num_blocks=num_blocks,
+            block_size=kv_cache.block_size,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
-            num_ranks=num_ranks,
-            int8=model.weights == "int8",
         )
+        return open_bytes(kv_format, places, dtype_bytes=dtype.itemsize, **sizes)
 
-    def free_bytes(self, group: Group | Alone) -> int:
-        """What the whole pool may take, with as much on each rank as the one with the least has free: on a CPU all have the same."""
-        least = group.least(self.device.free_bytes())
-        return least if self.device.kind == "cpu" else least * self.num_ranks
-
-    @property
-    def computes_apart(self) -> bool:
-        """Whether the host may go on while the device computes: other ranks would have to rehearse and record in step."""
-        return self.device.computes_apart and self.num_ranks == 1
-
-    @property
-    def rehearsal(self) -> Rehearsal:
-        return Rehearsal(
-            block_size=self.block_shape["block_size"],
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-        )
-
-    def num_blocks(self, kv_cache: KVCacheConfig, *, free_bytes: int, step_bytes: int = 0) -> int:
-        """Raises ValueError where not one fits."""
-        return pool_size(
-            kv_cache,
-            block_bytes=self.block_bytes,
-            free_bytes=free_bytes,
-            device_kind=self.device.kind,
-            bytes_beside=self.bytes_beside,
-            step_bytes=step_bytes,
-        )
-
-    def store(self, num_blocks: int) -> KVStore:
-        kv_format = self.backend.kv_format
-        return KVStore(
-            kv_format,
-            num_layers=self.spec.num_layers,
-            num_blocks=num_blocks,
-            device=self.device.torch_device,
-            dtype=self.dtype,
-            places=None if kv_format.is_plain else self.places(num_blocks),
-            **self.block_shape,
-        )
-
-    def places(self, num_blocks: int) -> Places:
-        return Places.for_steps(
-            num_blocks=num_blocks,
-            block_size=self.block_shape["block_size"],
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-        )
-
-    def forward(self, decoder: Decoder, *, store: KVStore) -> Forward:
-        """A device's own kernels run the step where they, or flash-attn, run the attention; torch does where another backend does."""
-        if isinstance(self.backend, cpu.Backend):
-            return NativeForward(decoder, store=store, backend=self.backend, max_tokens=self.max_num_batched_tokens, int8=self.int8)
-        if _is_fused(self.backend):
-            from engine.runner.fused import FusedForward
-
-            return FusedForward(decoder, store=store, backend=self.backend)
-        return TorchForward(decoder, store=store, backend=self.backend)
-
-    @property
-    def is_recorded(self) -> bool:
-        """Whether decodes run in fixed sizes, which are recorded before the first row."""
-        return self.computes_apart and self.backend.kv_format.is_plain and isinstance(self.backend, FixedPlans)
-
-    def bucketed(self, forward: TorchForward, *, spare_block: int) -> BucketedForward:
-        return BucketedForward(
-            forward,
-            sizes=bucket_sizes(self.max_num_seqs),
-            spare_block=spare_block,
-            max_blocks=-(-self.max_model_len // self.block_shape["block_size"]),
-            graphs=CudaGraphs() if self.device.kind == "cuda" else EagerGraphs(),
-        )
-
-    def bytes_beside(self, num_blocks: int) -> int:
-        """What lies beside a pool of so many blocks: those that are not full, and the spare one of recorded steps."""
-        places = self.places(num_blocks)
-        kv_format, num_layers = self.backend.kv_format, self.spec.num_layers
-        opened = open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
-        return opened * self.num_ranks + self.block_bytes * self.is_recorded
+    num_blocks = pool_size(
+        settings,
+        block_bytes=block_bytes,
+        free_bytes=max(device.free_bytes(), settings.memory_bytes or 0),
+        device_kind=device.kind,
+        bytes_beside=bytes_beside,
+    )
+    return Capacity.of(
+        format=name,
+        num_bytes=settings.memory_bytes or num_blocks * block_bytes + bytes_beside(num_blocks),
+        num_blocks=num_blocks,
+        max_model_len=engine.max_model_len or shape.max_position_embeddings,
+        dtype_bytes=dtype.itemsize,
+        **sizes,
+    )
 
 
 def _team(device: Device, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> Alone | Workers:
@@ -348,19 +233,14 @@ def _choose(backend: AttentionBackend[Any]) -> Choose:
     """Draws come from the device's own kernels where the step does."""
     if isinstance(backend, cpu.Backend):
         return NativeChoice(backend.library, num_threads=backend.spec.num_threads)
-    if _is_fused(backend):
+    if is_fused(backend):
         from engine.kernels.triton import sampling
 
         return sampling.choose
     return choose
 
 
-def _is_fused(backend: AttentionBackend[Any]) -> bool:
-    """Whether what lies around the attention runs on the Triton kernels: where these are, and the cache is plain."""
-    return isinstance(backend, (triton.Backend, flash.Backend))
-
-
-def _saved_blocks(frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> SavedBlocks | None:
+def _saved_blocks(frame: Frame, *, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfig) -> SavedBlocks | None:
     """The blocks in ``kv_cache.persist`` that this engine would have computed, bit for bit as far as can be told beforehand."""
     if kv_cache.persist is None:
         return None
@@ -382,28 +262,4 @@ def _saved_blocks(frame: _Frame, *, model: ModelConfig, engine: EngineConfig, kv
     }
     return SavedBlocks(
         Path(kv_cache.persist).expanduser(), identity=identity, block_bytes=frame.block_bytes, max_bytes=kv_cache.persist_bytes
-    )
-
-
-def _refuse_int8(backend: AttentionBackend[Any], spec: AttentionSpec) -> None:
-    if not isinstance(backend, cpu.Backend):
-        reason = cpu.refuse(spec) or "engine.attention names another backend"
-        raise ValueError(f"model.weights: int8 runs on the CPU's own kernels only, and here they do not: {reason}")
-
-
-def _attention_spec(
-    engine: EngineConfig, kv_cache: KVCacheConfig, spec: DecoderSpec, *, device: Device, dtype: torch.dtype, kv_format: str
-) -> AttentionSpec:
-    return AttentionSpec(
-        device=device.torch_device,
-        dtype=dtype,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        scale=spec.attention_scale,
-        block_size=kv_cache.block_size,
-        kv_format=kv_format,
-        batch_invariant=engine.batch_invariant,
-        num_threads=device.num_threads,
-        num_ranks=engine.tensor_parallel,
     )

@@ -24,15 +24,21 @@ if TYPE_CHECKING:
 class Pool:
     """The KV pool: ``num_blocks`` blocks of ``block_size`` tokens and ``block_bytes`` bytes, over all layers.
 
+    ``bytes_beside`` lie beside it for blocks that are not full.
     ``max_num_seqs`` sequences of ``max_len`` tokens at most, prompt and answer, are in flight at once.
     """
 
     num_blocks: int
     block_size: int
     block_bytes: int
+    bytes_beside: int
     max_num_seqs: int
     max_len: int
     prefix_cache: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes + self.bytes_beside
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

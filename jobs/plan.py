@@ -66,7 +66,7 @@ def plan_run(config: RunConfig) -> tuple[Plan, Capacity]:
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     forecast = Forecast.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
     found = plan(job, input=config.input, output=config.output, forecast=forecast, limit=config.limit, progress=config.progress)
-    return found, _capacity(config, num_bytes=forecast.pool.num_blocks * forecast.pool.block_bytes)
+    return found, _capacity(config, num_bytes=forecast.pool.num_bytes)
 
 
 def _sizes_only(config: RunConfig, options: PlanOptions, *, reason: str) -> int:
@@ -88,7 +88,7 @@ def _sizes(capacity: Capacity) -> Iterator[str]:
     """The formula with its numbers, and how many sequences fit, by format."""
     own = capacity.format
     yield _line("KV cache", f"{own}: {capacity.formula}, {_size(capacity.block_bytes[own])} a block of {capacity.block_size}")
-    yield _line("  pool", f"{_size(capacity.num_bytes)}, {capacity.num_bytes // capacity.block_bytes[own]:,} blocks")
+    yield _line("  pool", f"{_size(capacity.num_bytes)}, {capacity.num_blocks:,} blocks")
     heads = [f"{length:,}" for length in capacity.lengths]
     yield _line(
         "  sequences that",

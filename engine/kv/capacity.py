@@ -11,7 +11,8 @@ from typing import Any
 
 from engine import plugins
 from engine.kv.format import load_format
-from engine.kv.sizing import bytes_per_block
+from engine.kv.placement import Places
+from engine.kv.sizing import bytes_per_block, open_bytes
 
 _LENGTHS = (1024, 4096)
 
@@ -22,14 +23,18 @@ class Capacity:
 
     Attributes:
         format: the one that is chosen.
-        num_bytes: what the pool takes.
+        num_bytes: what the pool takes, with what lies beside it.
+        num_blocks: those of the pool.
         block_bytes: of each format, what a full block of ``block_size`` tokens takes over all layers, scales included.
+        open_bytes: of each format, what a sequence takes beside its blocks: where full ones are quantised, a plain one to fill.
         max_model_len: most tokens of a sequence.
     """
 
     format: str
     num_bytes: int
+    num_blocks: int
     block_bytes: Mapping[str, int]
+    open_bytes: Mapping[str, int]
     block_size: int
     max_model_len: int
     num_layers: int
@@ -38,12 +43,31 @@ class Capacity:
 
     @classmethod
     def of(
-        cls, *, format: str, num_bytes: int, max_model_len: int, block_size: int, num_layers: int, num_kv_heads: int, head_dim: int
+        cls,
+        *,
+        format: str,
+        num_bytes: int,
+        num_blocks: int,
+        max_model_len: int,
+        dtype_bytes: int,
+        block_size: int,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
     ) -> Capacity:
-        """In every format that there is: the files of ``engine/kv/formats``."""
+        """In every format that there is: the files of ``engine/kv/formats``. The model computes in ``dtype_bytes`` a number."""
         shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
-        sizes = {name: bytes_per_block(load_format(name), **shape) for name in plugins.names("engine.kv.formats")}
-        return cls(format=format, num_bytes=num_bytes, block_bytes=sizes, max_model_len=max_model_len, **shape)
+        formats = {name: load_format(name) for name in plugins.names("engine.kv.formats")}
+        one = Places(num_open=1, num_filling=0)
+        return cls(
+            format=format,
+            num_bytes=num_bytes,
+            num_blocks=num_blocks,
+            block_bytes={name: bytes_per_block(kv_format, **shape) for name, kv_format in formats.items()},
+            open_bytes={name: open_bytes(kv_format, one, dtype_bytes=dtype_bytes, **shape) for name, kv_format in formats.items()},
+            max_model_len=max_model_len,
+            **shape,
+        )
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -65,7 +89,7 @@ class Capacity:
 
     def paged(self, format: str, *, num_tokens: int) -> int:
         """Sequences of ``num_tokens`` tokens that fit, each in blocks of its own."""
-        return self.num_bytes // self.block_bytes[format] // -(-num_tokens // self.block_size)
+        return self.num_bytes // (-(-num_tokens // self.block_size) * self.block_bytes[format] + self.open_bytes[format])
 
     def contiguous(self, format: str) -> int:
         """Sequences that fit where each reserves ``max_model_len`` tokens in one piece, however long it gets."""
@@ -80,6 +104,7 @@ class Capacity:
             "kv_bytes_per_block": self.block_bytes[self.format],
             "kv_block_size": self.block_size,
             "kv_bytes": self.num_bytes,
+            "kv_blocks": self.num_blocks,
             "max_model_len": self.max_model_len,
             "sequences_fit": {
                 name: {

@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from engine.kv.format import KVFormat
 
 # What the pool may take of the free bytes when the settings say nothing. A CPU's memory belongs to other programs too and
-# a step needs room for its logits. A GPU is ours alone once the weights are loaded, and what a step takes is measured and set
-# aside; the rest is for recorded graphs and what the allocator cannot fill.
-_SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.9}
+# a step needs room for its logits. A GPU is ours alone once the weights are loaded. Where what a step takes was measured and
+# set aside, the rest is for recorded graphs and what the allocator cannot fill; else a step needs its room there too.
+_SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.8}
+_SHARE_BESIDE_STEP = 0.9
 
 
 def bytes_per_block(kv_format: KVFormat, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
@@ -52,7 +53,8 @@ def pool_size(
     """The number of blocks in the pool; ``bytes_beside`` so many are taken for the ones that are not full yet.
 
     ``kv_cache.num_blocks`` where it is given; else the most that fit, with what is beside them, in ``kv_cache.memory`` or
-    in a share of ``free_bytes`` less the ``step_bytes`` that a step takes: 0.5 on a CPU and 0.9 on a GPU.
+    in a share of ``free_bytes``: 0.5 on a CPU, 0.8 on a GPU, 0.9 of what is left beside ``step_bytes``, which a step was
+    seen to take.
 
     Raises:
         ValueError: not one block fits, or more blocks are asked for than are free; the message names the key.
@@ -66,7 +68,8 @@ def pool_size(
     if config.num_blocks is not None:
         key, num_blocks = "kv_cache.num_blocks", config.num_blocks
     else:
-        memory = int(left * _SHARE_OF_FREE[device_kind]) if config.memory_bytes is None else config.memory_bytes
+        share = _SHARE_BESIDE_STEP if step_bytes else _SHARE_OF_FREE[device_kind]
+        memory = int(left * share) if config.memory_bytes is None else config.memory_bytes
         key, num_blocks = "kv_cache.memory", bisect_right(range(memory // block_bytes + 1), memory, key=num_bytes) - 1
     if num_blocks < 1:
         raise ValueError(

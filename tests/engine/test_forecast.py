@@ -30,6 +30,7 @@ def forecast_like(
         num_blocks=num_blocks,
         block_size=block_size,
         block_bytes=100,
+        bytes_beside=0,
         max_num_seqs=max_num_seqs,
         max_len=admission.max_len,
         prefix_cache=prefix_cache,

@@ -14,7 +14,15 @@ GIB = 2**30
 
 def of_llama_8b(num_bytes: int, *, format: str = "bf16", block_size: int = 16) -> Capacity:
     return Capacity.of(
-        format=format, num_bytes=num_bytes, max_model_len=8192, block_size=block_size, num_layers=32, num_kv_heads=8, head_dim=128
+        format=format,
+        num_bytes=num_bytes,
+        num_blocks=num_bytes // (131_072 * block_size),
+        max_model_len=8192,
+        dtype_bytes=2,
+        block_size=block_size,
+        num_layers=32,
+        num_kv_heads=8,
+        head_dim=128,
     )
 
 
@@ -41,6 +49,18 @@ def test_a_sequence_takes_whole_blocks(block_size: int, num_tokens: int) -> None
     assert capacity.contiguous("fp16") <= capacity.paged("fp16", num_tokens=num_tokens) or num_tokens == 8192
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8", "fp4"])
+@pytest.mark.parametrize("num_tokens", [16, 1000, 1024])
+def test_where_full_blocks_are_quantised_each_sequence_has_a_plain_one_to_fill(format: str, num_tokens: int) -> None:
+    capacity = of_llama_8b(3 * GIB + 12345, format=format)
+    left, num_fit = capacity.num_bytes, 0
+    needed = len(range(0, num_tokens, 16)) * capacity.block_bytes[format] + capacity.block_bytes["bf16"]
+    while left >= needed:
+        left, num_fit = left - needed, num_fit + 1
+    assert capacity.paged(format, num_tokens=num_tokens) == num_fit
+    assert capacity.open_bytes["bf16"] == 0
+
+
 def test_every_format_is_there_by_its_file_name() -> None:
     assert set(of_llama_8b(GIB).block_bytes) == set(plugins.names("engine.kv.formats"))
 
@@ -55,7 +75,13 @@ def test_any_config_will_do_and_the_pool_is_the_settings_one(tmp_path: Path, nes
     token_bytes = 2 * 10 * 12 * 64 * 4
     assert (capacity.token_bytes("fp32"), capacity.num_bytes, capacity.max_model_len) == (token_bytes, 2**20, 2048)
     capacity = Forecast.capacity(**settings, kv_cache=KVCacheConfig(num_blocks=7, format="fp16"))
-    assert (capacity.num_bytes, capacity.format) == (7 * 16 * token_bytes // 2, "fp16")
+    assert (capacity.num_bytes, capacity.format, capacity.num_blocks) == (7 * 16 * token_bytes // 2, "fp16", 7)
+    engine = EngineConfig(max_num_seqs=3, max_num_batched_tokens=32)
+    capacity = Forecast.capacity(model=settings["model"], engine=engine, kv_cache=KVCacheConfig(num_blocks=7, format="int8"))
+    plain = 16 * token_bytes  # 3 open places in each of the ten layers, and 5 filling ones for all
+    assert capacity.num_bytes == 7 * capacity.block_bytes["int8"] + 3 * plain + 5 * plain // 10
+    same = Forecast.capacity(model=settings["model"], engine=engine, kv_cache=KVCacheConfig(format="int8"), num_bytes=capacity.num_bytes)
+    assert (same.num_blocks, same.num_bytes) == (7, capacity.num_bytes)
     shape.pop("hidden_size")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", **shape}))
     with pytest.raises(ValueError, match=r"model\.path: .*config\.json has no whole number hidden_size"):

@@ -28,7 +28,7 @@ def test_bytes_of_a_token():
         (KVCacheConfig(memory="512MiB"), "cpu", 1456),
         (KVCacheConfig(memory=BLOCK), "cpu", 1),
         (KVCacheConfig(), "cpu", 5825),
-        (KVCacheConfig(), "cuda", 10485),
+        (KVCacheConfig(), "cuda", 9320),
     ],
 )
 def test_pool_size(config, device_kind, num_blocks):
