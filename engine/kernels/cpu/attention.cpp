@@ -70,87 +70,111 @@ private:
         return nullptr;
     }
 
-    CodedGroup group_of(const Span& span, int position) const {
-        const unsigned at = position, block_size = attention_.spec.kv.block_size;
-        return {attention_.blocks_of(span.sequence)[at / block_size], int(at % block_size)};
-    }
+    // A tile and where it lies. Groups that are quantised have no address before they are decoded; they come before the others.
+    struct PlacedTile : Tile {
+        CodedGroup groups[kGroupsPerTile];
+        int num_coded;
 
-    Tile tile_of(const Span& span, int index) const {
+        bool is_coded(int g) const { return g < num_coded; }
+    };
+
+    PlacedTile tile_of(const Span& span, int index) const {
         const KVLayout& kv = attention_.spec.kv;
         const int first = index * kTileTokens;
-        Tile tile;
+        PlacedTile tile;
         tile.num_tokens = std::min(kTileTokens, attention_.length_of(span.sequence) - first);
+        tile.num_coded = 0;
         for (int g = 0; g < kGroupsPerTile; g++) {
-            const CodedGroup group = group_of(span, first + std::min(g, (tile.num_tokens - 1) / kTokensPerGroup) * kTokensPerGroup);
-            const bool is_coded = layer_.pool.is_coded(group.block);  // then `decode` gives it an address
+            const unsigned position = first + std::min(g, (tile.num_tokens - 1) / kTokensPerGroup) * kTokensPerGroup, block_size = kv.block_size;
+            const CodedGroup group{attention_.blocks_of(span.sequence)[position / block_size], int(position % block_size)};
+            const bool is_coded = layer_.pool.is_coded(group.block);
+            tile.groups[g] = group;
+            tile.num_coded += is_coded;
             tile.keys[g] = is_coded ? nullptr : layer_.pool.keys(kv, group.block, item_.kv_head) + group.offset * head_dim_;
             tile.values[g] = is_coded ? nullptr : tile.keys[g] + kv.half();
         }
         return tile;
     }
 
-    // The group in the same place of the span's next tile, where that is coded; else the group itself.
-    CodedGroup group_after(const Span& span, int index, int g) const {
-        const int position = index * kTileTokens + g * kTokensPerGroup, later = position + kTileTokens;
-        if (index + 1 < span.last_tile && later < attention_.length_of(span.sequence)) {
-            const CodedGroup next = group_of(span, later);
-            if (layer_.pool.is_coded(next.block)) return next;
-        }
-        return group_of(span, position);
-    }
-
 #ifdef PAGEMILL_AVX512
     // Few rows read codes in the registers; for many it is better to decode the tile once.
-    bool reads_codes(const Tile& tile, int num_rows) const {
-        const bool is_coded = std::none_of(tile.keys, tile.keys + kGroupsPerTile, [](const bf16* keys) { return keys != nullptr; });
-        return is_coded && num_rows <= kMaxRows && tile.num_tokens == kTileTokens && num_vectors_ % kMaxColumns == 0;
+    bool reads_codes(const PlacedTile& tile, int num_rows) const {
+        return tile.num_coded > 0 && num_rows <= kMaxRows && num_vectors_ % kMaxColumns == 0;
     }
 
-    void read_codes(const Span& span, int index, int first_row, int last_row) {
+    void read_codes(const PlacedTile& tile, const PlacedTile& next, int first_position, int first_row, int last_row) {
         const KVLayout& kv = attention_.spec.kv;
-        CodedTile tile;
-        for (int g = 0; g < kGroupsPerTile; g++) {
-            const CodedGroup next = group_after(span, index, g);
-            tile.groups[g].open(kv, layer_.pool, item_.kv_head, group_of(span, index * kTileTokens + g * kTokensPerGroup), next);
-            tile.next_keys[g] = codes_of(kv, layer_.pool, item_.kv_head, next);
-            tile.next_values[g] = tile.next_keys[g] + kv.half();
+        CodedTile coded;
+        coded.num_groups = std::min(tile.num_coded, (tile.num_tokens + kTokensPerGroup - 1) / kTokensPerGroup);
+        for (int g = 0; g < coded.num_groups; g++) {
+            const CodedGroup& after = next.is_coded(g) ? next.groups[g] : tile.groups[g];
+            coded.groups[g].open(kv, layer_.pool, item_.kv_head, tile.groups[g], after);
+            coded.next_keys[g] = codes_of(kv, layer_.pool, item_.kv_head, after);
+            coded.next_values[g] = coded.next_keys[g] + kv.half();
         }
-        with_constant<kMaxRows>(last_row - first_row, [&](auto R) { read_coded_rows<R>(tile, index * kTileTokens, first_row); });
+        Tile plain = tile;
+        plain.num_tokens = std::max(0, tile.num_tokens - coded.num_groups * kTokensPerGroup);
+        for (int g = coded.num_groups; g < kGroupsPerTile; g++) {
+            plain.keys[g - coded.num_groups] = tile.keys[g];
+            plain.values[g - coded.num_groups] = tile.values[g];
+        }
+        with_constant<kMaxRows>(last_row - first_row, [&](auto R) { read_coded_rows<R>(coded, plain, first_position, first_row); });
     }
 
     template <int R>
-    void read_coded_rows(const CodedTile& tile, int first_position, int row) {
+    void read_coded_rows(const CodedTile& coded, const Tile& plain, int first_position, int row) {
+        const int num_coded = coded.num_groups * kTokensPerGroup;
         int visible[R];
         for (int r = 0; r < R; r++) {
-            visible[r] = std::min(kTileTokens, attention_.tokens[item_.first_token + (row + r) / group_].visible - first_position);
+            const Token& token = attention_.tokens[item_.first_token + (row + r) / group_];
+            visible[r] = std::min(num_coded + plain.num_tokens, token.visible - first_position);
         }
+        const bf16* queries = scratch_.queries.data() + std::size_t(row) * head_dim_;
         alignas(64) float scores[R][kTileTokens];
         alignas(64) bf16 weights[R][kTileTokens];
         alignas(64) float decay[kLanes];
-        score_coded<R>(scratch_.queries.data() + std::size_t(row) * head_dim_, head_dim_, tile, scores);
-        if (visible[0] < kTileTokens) hide<R, kVectorsPerTile>(visible, scores);
-        weigh<R, kVectorsPerTile>(scores, attention_.spec.scale * kLog2E, &scratch_.maxima[row], &scratch_.sums[row], weights, decay);
+        if (coded.num_groups == kGroupsPerTile) {
+            score_coded<R, kGroupsPerTile>(queries, head_dim_, coded, 0, scores);
+        } else {
+            for (int g = 0; g < coded.num_groups; g++) score_coded<R, 1>(queries, head_dim_, coded, g, scores);
+        }
+        if (plain.num_tokens > 0) {
+            with_constant<kVectorsPerTile>((plain.num_tokens + kLanes - 1) / kLanes, [&](auto V) {
+                score<R, V>(queries, head_dim_, plain, plain, from_token(scores, num_coded));
+            });
+        }
+        with_constant<kVectorsPerTile>((num_coded + plain.num_tokens + kLanes - 1) / kLanes, [&](auto V) {
+            if (visible[0] < V * kLanes) hide<R, V>(visible, scores);
+            weigh<R, V>(scores, attention_.spec.scale * kLog2E, &scratch_.maxima[row], &scratch_.sums[row], weights, decay);
+        });
+        take_scales<R>(coded, weights);
         Lanes* values = &scratch_.values[std::size_t(row) * num_vectors_];
-        for (int first = 0; first < num_vectors_; first += kMaxColumns) add_coded_values<R>(weights, decay, tile, head_dim_, first, values);
+        const int num_plain = visible[R - 1] - num_coded;
+        alignas(64) float no_decay[kLanes];
+        store(no_decay, all(1.0f));
+        for (int first = 0; first < num_vectors_; first += kMaxColumns) {
+            add_coded_values<R>(weights, decay, coded, head_dim_, first, values);
+            if (num_plain > 0) {
+                add_values<R, kMaxColumns>(from_token(weights, num_coded), no_decay, num_plain, plain, plain, head_dim_, first, values);
+            }
+        }
     }
 #endif
 
-    // Where full blocks are quantised, read those of the tile; fetches those of the next tile of the span, if there is one.
-    void decode(const Span& span, int index, Tile& tile) const {
+    // Where full blocks are quantised, read those of the tile; fetches those of the next one.
+    void decode(PlacedTile& tile, const PlacedTile& next) const {
         const KVLayout& kv = attention_.spec.kv;
-        const int first = index * kTileTokens, num_groups = (tile.num_tokens + kTokensPerGroup - 1) / kTokensPerGroup;
-        for (int g = 0; g < kGroupsPerTile; g++) {
-            if (tile.keys[g]) continue;
+        const int num_groups = (tile.num_tokens + kTokensPerGroup - 1) / kTokensPerGroup;
+        for (int g = 0; g < tile.num_coded; g++) {
             if (g >= num_groups) {
                 tile.keys[g] = tile.keys[num_groups - 1];
                 tile.values[g] = tile.values[num_groups - 1];
                 continue;
             }
-            const CodedGroup group = group_of(span, first + g * kTokensPerGroup);
-            const CodedGroup next = group_after(span, index, g);
             bf16* const keys = scratch_.decoded->row(0) + g * kTokensPerGroup * head_dim_;
             bf16* const values = scratch_.decoded->row(1) + g * kTokensPerGroup * head_dim_;
-            kv_decode_group(kv, layer_.pool, item_.kv_head, group, next, keys, values);
+            const CodedGroup& after = next.is_coded(g) ? next.groups[g] : tile.groups[g];
+            kv_decode_group(kv, layer_.pool, item_.kv_head, tile.groups[g], after, keys, values);
             tile.keys[g] = keys;
             tile.values[g] = values;
         }
@@ -159,27 +183,26 @@ private:
     // The rows of tokens first .. last - 1 over the tiles of a span. Tokens of a span see ever more positions.
     void read(const Span& span, int first, int last, const Span* after) {
         const int num_tiles = std::min(span.last_tile, (attention_.tokens[last - 1].visible + kTileTokens - 1) / kTileTokens);
-        Tile tile = tile_of(span, span.first_tile);
+        PlacedTile tile = tile_of(span, span.first_tile);
         for (int index = span.first_tile; index < num_tiles; index++) {
-            Tile next = tile;
+            PlacedTile next = tile;
             if (index + 1 < num_tiles) {
                 next = tile_of(span, index + 1);
             } else if (after) {
                 next = tile_of(*after, after->first_tile);
             }
             while (attention_.tokens[first].visible <= index * kTileTokens) first++;
-            const bool is_coded = attention_.spec.kv.codes != Codes::kNone;
-#ifdef PAGEMILL_AVX512
-            if (is_coded && reads_codes(tile, row_of(last) - row_of(first))) {
-                read_codes(span, index, row_of(first), row_of(last));
-                tile = next;
-                continue;
-            }
-#endif
-            if (is_coded) decode(span, index, tile);
-            read_tile(tile, is_coded ? tile : next, index * kTileTokens, row_of(first), row_of(last));
+            read_placed(tile, next, index * kTileTokens, row_of(first), row_of(last));
             tile = next;
         }
+    }
+
+    void read_placed(PlacedTile& tile, const PlacedTile& next, int first_position, int first_row, int last_row) {
+#ifdef PAGEMILL_AVX512
+        if (reads_codes(tile, last_row - first_row)) return read_codes(tile, next, first_position, first_row, last_row);
+#endif
+        if (tile.num_coded > 0) decode(tile, next);
+        read_tile(tile, next.num_coded > 0 ? tile : next, first_position, first_row, last_row);
     }
 
     void read_tile(const Tile& tile, const Tile& next, int first_position, int first_row, int last_row) {

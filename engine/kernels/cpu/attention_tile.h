@@ -29,12 +29,19 @@ struct Tile {
     int num_tokens;  // that hold something
 };
 
-// A tile of quantised groups, all of whose tokens hold something.
+// The quantised groups that a tile begins with, all of whose tokens hold something.
 struct CodedTile {
+    int num_groups;
     GroupReader groups[kGroupsPerTile];
     const std::uint8_t* next_keys[kGroupsPerTile];  // of the tile after it
     const std::uint8_t* next_values[kGroupsPerTile];
 };
+
+// The same rows from a later token on.
+template <class Number>
+PAGEMILL_INLINE auto from_token(Number (*rows_RL)[kTileTokens], int token) {
+    return (Number(*)[kTileTokens])(rows_RL[0] + token);
+}
 
 // Into the second cache and no nearer: a tile and the one after it do not fit the first.
 PAGEMILL_INLINE void fetch(const void* line) { __builtin_prefetch(line, 0, 2); }
@@ -147,18 +154,20 @@ static __attribute__((noinline)) void add_values(
 
 #ifdef PAGEMILL_AVX512
 
-// `score` for a tile whose keys are read from their codes on the way: the same numbers in the same order, so the same bits.
-template <int R>
-static __attribute__((noinline)) void score_coded(const bf16* q_RD, int head_dim, const CodedTile& tile, float (*scores_RL)[kTileTokens]) {
-    Lanes sums[R][kGroupsPerTile];
+// `score` for G groups from `first` on whose keys are read from their codes on the way: the same numbers in the same order, so
+// the same bits.
+template <int R, int G>
+static __attribute__((noinline)) void score_coded(
+    const bf16* q_RD, int head_dim, const CodedTile& tile, int first, float (*scores_RL)[kTileTokens]) {
+    Lanes sums[R][G];
     PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
-        PAGEMILL_UNROLL for (int g = 0; g < kGroupsPerTile; g++) sums[r][g] = Lanes{};
+        PAGEMILL_UNROLL for (int g = 0; g < G; g++) sums[r][g] = Lanes{};
     }
-    const CodeTable& table = *tile.groups[0].table;
+    const CodeTable& table = *tile.groups[first].table;
     for (int dim = 0; dim < head_dim; dim += 4) {
-        PAGEMILL_UNROLL for (int g = 0; g < kGroupsPerTile; g++) {
-            const GroupReader& group = tile.groups[g];
-            fetch(tile.next_keys[g] + dim * kTokensPerGroup);
+        PAGEMILL_UNROLL for (int g = 0; g < G; g++) {
+            const GroupReader& group = tile.groups[first + g];
+            fetch(tile.next_keys[first + g] + dim * kTokensPerGroup);
             const TwoPairs keys = decoded(
                 table, group.keys + dim * kTokensPerGroup, all_pairs(group.key_shifts + dim), all_pairs(group.key_shifts + dim + 2));
             PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
@@ -168,11 +177,20 @@ static __attribute__((noinline)) void score_coded(const bf16* q_RD, int head_dim
         }
     }
     PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
-        PAGEMILL_UNROLL for (int g = 0; g < kGroupsPerTile; g++) store(scores_RL[r] + g * kLanes, sums[r][g]);
+        PAGEMILL_UNROLL for (int g = 0; g < G; g++) store(scores_RL[r] + (first + g) * kLanes, sums[r][g]);
     }
 }
 
-// `add_values` for such a tile, in kMaxColumns vectors of dims from vector `first` of the head on.
+// Weights of such groups' tokens, times the scales of their values, so that these can be added up as the codes that they are.
+template <int R>
+PAGEMILL_INLINE void take_scales(const CodedTile& tile, bf16 (*weights_RL)[kTileTokens]) {
+    for (int g = 0; g < tile.num_groups; g++) {
+        PAGEMILL_UNROLL for (int r = 0; r < R; r++) shift_16(weights_RL[r] + g * kTokensPerGroup, tile.groups[g].value_shifts);
+    }
+}
+
+// `add_values` for such groups, whose weights have taken the scales: the same products, in kMaxColumns vectors of dims from
+// vector `first` of the head on.
 template <int R>
 static __attribute__((noinline)) void add_coded_values(
     const bf16 (*weights_RL)[kTileTokens], const float* decay_R, const CodedTile& tile, int head_dim, int first, Lanes* values_RD) {
@@ -182,14 +200,13 @@ static __attribute__((noinline)) void add_coded_values(
         PAGEMILL_UNROLL for (int v = 0; v < kMaxColumns; v++) sums[r][v] = values[v] * all(decay_R[r]);
     }
     const CodeTable& table = *tile.groups[0].table;
-    for (int g = 0; g < kGroupsPerTile; g++) {
+    for (int g = 0; g < tile.num_groups; g++) {
         const std::uint8_t* values = tile.groups[g].values + 2 * first * kLanes;
         const std::uint8_t* ahead = tile.next_values[g] + 2 * first * kLanes;
         for (int token = 0; token < kTokensPerGroup; token += 2, values += 2 * head_dim, ahead += 2 * head_dim) {
-            const Pairs shift = all_pairs(tile.groups[g].value_shifts + token);
             PAGEMILL_UNROLL for (int v = 0; v < kMaxColumns; v += 2) {
                 fetch(ahead + 2 * v * kLanes);
-                const TwoPairs pairs = decoded(table, values + 2 * v * kLanes, shift, shift);
+                const TwoPairs pairs = decoded(table, values + 2 * v * kLanes);
                 PAGEMILL_UNROLL for (int r = 0; r < R; r++) {
                     const Pairs weights = all_pairs(weights_RL[r] + g * kTokensPerGroup + token);
                     sums[r][v] = add_dot(sums[r][v], weights, pairs.first);

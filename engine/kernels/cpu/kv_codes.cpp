@@ -1,6 +1,7 @@
 #include "kv_codes.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 namespace pagemill {
@@ -10,6 +11,11 @@ constexpr int kVector = 32;  // numbers that share two scales: those at even pla
 constexpr int kLeastExponent = -60, kMostExponent = 100, kNoNumber = 118;
 constexpr int kExponentPlace = 7;  // of a bf16 number
 constexpr bf16 kZero = 64 << kExponentPlace;
+
+// Of half a block's vectors every `step`th from `first` up to `end`.
+struct Vectors {
+    int first, step, end;
+};
 
 // The 16 bits of whole numbers, and of floats with 4 bits of exponent (bias 7) and 3 of mantissa.
 constexpr CodeTable table_of(Codes codes) {
@@ -29,17 +35,20 @@ constexpr CodeTable table_of(Codes codes) {
 
 constexpr CodeTable kWhole = table_of(Codes::kInt8), kFloat = table_of(Codes::kE4M3);
 
-// Which of the pairs of scales that a half of a block has is that of its vector `index`.
+// Which of the pairs of scales that a half of a block has is that of its vector `index`, and which vectors have pair `scale`.
 struct KeyScales {
     int head_dim;
     int operator()(int index) const { return index % (head_dim / 2); }
+    Vectors vectors_of(int scale, int num_vectors) const { return {scale, head_dim / 2, num_vectors}; }
 };
 struct ValueScales {
     int head_dim;
     int operator()(int index) const { return index / (head_dim / 16); }
+    Vectors vectors_of(int scale, int) const { return {scale * (head_dim / 16), 1, (scale + 1) * (head_dim / 16)}; }
 };
 struct OneScale {
     int operator()(int) const { return 0; }
+    Vectors vectors_of(int, int num_vectors) const { return {0, 1, num_vectors}; }
 };
 
 int exponent_of(bf16 largest_magnitude, float largest_code) {
@@ -49,41 +58,72 @@ int exponent_of(bf16 largest_magnitude, float largest_code) {
     return std::clamp(exponent - (mantissa == 0.5f), kLeastExponent, kMostExponent);
 }
 
-// Rounded to nearest, ties to even; 0 <= x.
-std::uint8_t whole_code(float x) { return std::uint8_t(std::min(127.0f, (x + 12582912.0f) - 12582912.0f)); }
+// Codes of numbers that are scaled already, 0 <= x; what is too large, or no number, gets the largest. Rounded to nearest, ties
+// to even.
+struct WholeCode {
+    static constexpr float kLargest = 127.0f;
+    PAGEMILL_INLINE Ints of(Lanes x) { return __builtin_convertvector(round_to_whole(x < kLargest ? x : all(kLargest)), Ints); }
+};
+struct FloatCode {
+    static constexpr float kLargest = 448.0f;
+    PAGEMILL_INLINE Ints of(Lanes x) {
+        constexpr float kLeastNormal = 0.015625f, kPerSubnormal = 512.0f;
+        x = x < kLargest ? x : all(kLargest);
+        const Ints bits = (Ints)x;
+        const Ints normal = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+        return x < kLeastNormal ? WholeCode::of(x * kPerSubnormal) : normal;
+    }
+};
 
-std::uint8_t float_code(float x) {
-    x = std::min(x, 448.0f);
-    const std::uint32_t bits = load_as<std::uint32_t>(&x);
-    const std::uint32_t normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
-    return x < 0.015625f ? whole_code(x * 512.0f) : std::uint8_t(normal);
+// The largest magnitude among the first numbers of the pairs of some vectors, and among the second ones.
+std::array<bf16, 2> largest_magnitudes(const bf16* from, const Vectors& vectors) {
+    Pairs first{}, second{};
+    for (int index = vectors.first; index < vectors.end; index += vectors.step) {
+        for (int j = 0; j < kVector; j += 2 * kLanes) {
+            const Pairs x = load_pairs(from + index * kVector + j);
+            const Pairs in_first = x & 0x7fffu, in_second = x >> 16 & 0x7fffu;
+            first = first < in_first ? in_first : first;
+            second = second < in_second ? in_second : second;
+        }
+    }
+    std::array<bf16, 2> most{};
+    for (int lane = 0; lane < kLanes; lane++) {
+        most[0] = std::max(most[0], bf16(first[lane]));
+        most[1] = std::max(most[1], bf16(second[lane]));
+    }
+    return most;
+}
+
+// A vector's numbers to codes: the first ones of its pairs times one factor, the second ones times the other.
+template <class Code>
+void encode_vector(const bf16* from, Lanes first_factor, Lanes second_factor, std::uint8_t* to) {
+    alignas(64) std::uint16_t codes[kVector / 2];
+    for (int j = 0; j < kVector; j += 2 * kLanes) {
+        const Pairs x = load_pairs(from + j);
+        const Pairs first = (Pairs)Code::of((Lanes)((x & 0x7fffu) << 16) * first_factor);
+        const Pairs second = (Pairs)Code::of((Lanes)(x & 0x7fff0000u) * second_factor);
+        const Pairs both = first | (x >> 8 & 0x80u) | second << 8 | (x >> 16 & 0x8000u);
+        store_halves(codes + j / 2, both);
+    }
+    for (int eight = 0; eight < 4; eight++) std::memcpy(to + eight * 16, codes + eight * 4, 8);
 }
 
 // Half a block of `count` numbers with `num_scales` pairs of scales; a single scale is written for both of its pair.
-template <class ScaleOf, class CodeOf>
-void encode_half(
-    const bf16* from, int count, int num_scales, const ScaleOf& scale_of, float largest_code, const CodeOf& code_of, std::uint8_t* codes,
-    std::int8_t* exponents) {
-    constexpr int kMostScales = 512;
-    bf16 most[2 * kMostScales] = {};
-    for (int index = 0; index < count / kVector; index++) {
-        bf16* pair = most + 2 * scale_of(index);
-        for (int j = 0; j < kVector; j++) pair[j % 2] = std::max<bf16>(pair[j % 2], from[index * kVector + j] & 0x7fff);
-    }
-    if (num_scales == 1) most[0] = most[1] = std::max(most[0], most[1]);
-    float factors[2 * kMostScales];
-    for (int scale = 0; scale < 2 * std::max(num_scales / 2, 1); scale++) {
-        const int exponent = exponent_of(most[scale], largest_code);
-        if (scale < num_scales) exponents[scale] = std::int8_t(exponent);
-        factors[scale] = exponent == kNoNumber ? std::numeric_limits<float>::infinity() : std::ldexp(1.0f, -exponent);
-    }
-    for (int index = 0; index < count / kVector; index++) {
-        const float* factor = factors + 2 * scale_of(index);
-        std::uint8_t* to = codes + index / 2 * 2 * kVector + index % 2 * 8;
-        for (int j = 0; j < kVector; j++) {
-            const bf16 x = from[index * kVector + j];
-            const float scaled = std::isinf(factor[j % 2]) ? largest_code : widen(x & 0x7fff) * factor[j % 2];
-            to[j / 8 * 16 + j % 8] = std::uint8_t(code_of(scaled) | (x >> 8 & 0x80));
+template <class Code, class ScaleOf>
+void encode_half(const bf16* from, int count, int num_scales, const ScaleOf& scale_of, std::uint8_t* codes, std::int8_t* exponents) {
+    for (int scale = 0; scale < num_scales; scale += 2) {
+        const Vectors vectors = scale_of.vectors_of(scale / 2, count / kVector);
+        std::array<bf16, 2> most = largest_magnitudes(from, vectors);
+        if (num_scales == 1) most[0] = most[1] = std::max(most[0], most[1]);
+        Lanes factors[2];
+        for (int i = 0; i < 2; i++) {
+            const int exponent = exponent_of(most[i], Code::kLargest);
+            if (scale + i < num_scales) exponents[scale + i] = std::int8_t(exponent);
+            // Infinity times zero is no number and gets the largest code too, as all of that scale do.
+            factors[i] = all(exponent == kNoNumber ? std::numeric_limits<float>::infinity() : std::ldexp(1.0f, -exponent));
+        }
+        for (int index = vectors.first; index < vectors.end; index += vectors.step) {
+            encode_vector<Code>(from + index * kVector, factors[0], factors[1], codes + index / 2 * 2 * kVector + index % 2 * 8);
         }
     }
 }
@@ -113,11 +153,11 @@ void kv_encode(const KVLayout& layout, const KVPool& pool, std::int64_t place, s
     std::uint8_t* codes = pool.codes + layout.keys_at(block, head);
     std::int8_t* exponents = pool.exponents + (block * layout.num_kv_heads + head) * (num_keys + num_values);
     if (layout.codes == Codes::kInt8) {
-        encode_half(keys, count, num_keys, KeyScales{layout.head_dim}, 127.0f, whole_code, codes, exponents);
-        encode_half(values, count, num_values, ValueScales{layout.head_dim}, 127.0f, whole_code, codes + count, exponents + num_keys);
+        encode_half<WholeCode>(keys, count, num_keys, KeyScales{layout.head_dim}, codes, exponents);
+        encode_half<WholeCode>(values, count, num_values, ValueScales{layout.head_dim}, codes + count, exponents + num_keys);
     } else {
-        encode_half(keys, count, 1, OneScale(), 448.0f, float_code, codes, exponents);
-        encode_half(values, count, 1, OneScale(), 448.0f, float_code, codes + count, exponents + num_keys);
+        encode_half<FloatCode>(keys, count, 1, OneScale(), codes, exponents);
+        encode_half<FloatCode>(values, count, 1, OneScale(), codes + count, exponents + num_keys);
     }
 }
 

@@ -57,6 +57,14 @@ PAGEMILL_INLINE void store(float* to, Lanes x) { std::memcpy(to, &x, sizeof x); 
 PAGEMILL_INLINE Pairs load_pairs(const bf16* from) { return load_as<Pairs>(from); }
 PAGEMILL_INLINE Pairs all_pairs(const bf16* from) { return Pairs{} + load_as<std::uint32_t>(from); }
 
+typedef bf16 Halves __attribute__((vector_size(PAGEMILL_VECTOR_BYTES / 2)));
+
+// The lower half of each lane.
+PAGEMILL_INLINE void store_halves(std::uint16_t* to, Pairs x) {
+    const Halves halves = __builtin_convertvector(x, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+
 // The first number of each pair, with zero for the second.
 PAGEMILL_INLINE Pairs without_second(Pairs x) { return x & 0xffffu; }
 
@@ -93,22 +101,32 @@ PAGEMILL_INLINE bf16 largest_magnitude_of_64(const bf16* from) {
     return bf16(~_mm_extract_epi16(_mm_minpos_epu16(_mm_xor_si128(of_8, _mm_set1_epi16(-1))), 0));
 }
 
-// 64 codes, of two vectors of 32 numbers 8 by 8 in turn, as bf16 numbers: `first` is added to the bits of the one vector's,
-// two by two, `second` to the other's.
-PAGEMILL_INLINE TwoPairs decoded(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second) {
+// 64 codes, of two vectors of 32 numbers 8 by 8 in turn, as bf16 numbers without their scales.
+PAGEMILL_INLINE TwoPairs decoded(const CodeTable& table, const std::uint8_t* codes) {
     const __m512i code = _mm512_loadu_si512(codes);
     const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), code, _mm512_load_si512(table.low + 64));
     const __m512i magnitude = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), code, _mm512_load_si512(table.high + 64));
     const __m512i high = _mm512_ternarylogic_epi32(magnitude, code, _mm512_set1_epi8(char(0x80)), 0xf8);  // a | (b & c)
-    return {
-        (Pairs)_mm512_add_epi16(_mm512_unpacklo_epi8(low, high), (__m512i)first),
-        (Pairs)_mm512_add_epi16(_mm512_unpackhi_epi8(low, high), (__m512i)second)};
+    return {(Pairs)_mm512_unpacklo_epi8(low, high), (Pairs)_mm512_unpackhi_epi8(low, high)};
+}
+
+// The same with them: `first` is added to the bits of the one vector's numbers, two by two, `second` to the other's.
+PAGEMILL_INLINE TwoPairs decoded(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second) {
+    const TwoPairs plain = decoded(table, codes);
+    return {(Pairs)_mm512_add_epi16((__m512i)plain.first, (__m512i)first), (Pairs)_mm512_add_epi16((__m512i)plain.second, (__m512i)second)};
 }
 
 PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* codes, Pairs first, Pairs second, bf16* out) {
     const TwoPairs both = decoded(table, codes, first, second);
     std::memcpy(out, &both.first, sizeof both.first);
     std::memcpy(out + 32, &both.second, sizeof both.second);
+}
+
+// 16 numbers, none of them negative, times powers of two: `shifts` are added to their bits. What gets too small is zero.
+PAGEMILL_INLINE void shift_16(bf16* numbers, const bf16* shifts) {
+    const __m256i x = _mm256_loadu_si256((const __m256i*)numbers), shift = _mm256_loadu_si256((const __m256i*)shifts);
+    const __m256i shifted = _mm256_maskz_adds_epi16(_mm256_test_epi16_mask(x, x), x, shift);
+    _mm256_storeu_si256((__m256i*)numbers, _mm256_max_epi16(shifted, _mm256_setzero_si256()));
 }
 
 PAGEMILL_INLINE Lanes load_bf16(const bf16* from) {
@@ -154,8 +172,6 @@ PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* co
         out[i] = bf16((magnitude | (code & 128) << 8) + (i % 2 ? shift >> 16 : shift));
     }
 }
-
-typedef bf16 Halves __attribute__((vector_size(PAGEMILL_VECTOR_BYTES / 2)));
 
 PAGEMILL_INLINE Lanes load_bf16(const bf16* from) { return (Lanes)(__builtin_convertvector(load_as<Halves>(from), Pairs) << 16); }
 
