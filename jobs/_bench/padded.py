@@ -64,16 +64,22 @@ def measure(config: BenchConfig, requests: list[Request]) -> dict[str, Any]:
         seconds += [time.perf_counter() - start] * len(batch)
         cache = out.cache if hasattr(out, "cache") else out.past_key_values  # its name in the first versions of transformers 5
         kv_bytes = max(kv_bytes, sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers))
+    settings = {
+        "model.dtype": str(dtype).removeprefix("torch."),
+        "engine.device": device.kind,
+        "engine.attention": model.config._attn_implementation,
+        "engine.threads": device.num_threads,
+        "engine.max_num_seqs": size,
+    }
+    device_bytes = int(torch.cuda.max_memory_allocated()) if device.kind == "cuda" else None
+    return {"settings": settings, **_figures(requests, seconds, kv_bytes=kv_bytes, load_s=load_s, device_bytes=device_bytes)}
+
+
+def _figures(requests: list[Request], seconds: list[float], *, kv_bytes: int, load_s: float, device_bytes: int | None) -> dict[str, Any]:
+    """What a run of the engine says of itself, None where there is no such thing; ``seconds`` from the start to each answer."""
     num_generated = sum(request.sampling.max_tokens or 1 for request in requests)
     num_prompt = sum(len(request.prompt_token_ids) for request in requests)
     return {
-        "settings": {
-            "model.dtype": str(dtype).removeprefix("torch."),
-            "engine.device": device.kind,
-            "engine.attention": model.config._attn_implementation,
-            "engine.threads": device.num_threads,
-            "engine.max_num_seqs": size,
-        },
         "prompt_tokens": num_prompt,
         "cached_prompt_tokens": 0,
         "computed_prompt_tokens": num_prompt,
@@ -89,7 +95,7 @@ def measure(config: BenchConfig, requests: list[Request]) -> dict[str, Any]:
         "first_row_s": load_s + seconds[0],
         "wall_s": load_s + seconds[-1],
         "peak_rss_bytes": peak_rss_bytes(),
-        "peak_device_bytes": int(torch.cuda.max_memory_allocated()) if device.kind == "cuda" else None,
+        "peak_device_bytes": device_bytes,
         "time_split": {},
         "roof": None,
     }
