@@ -181,6 +181,75 @@ def _dot(a, b, WIDENED: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
+@triton.jit
+def _queries(tokens_ptr, positions_ptr, targets_ptr, item, GROUP: tl.constexpr, QUERIES: tl.constexpr, M: tl.constexpr):
+    """Token, position and target of each row's query; a row that is nobody's has token -1."""
+    query_M = tl.arange(0, M) // GROUP
+    place_M = item * QUERIES + query_M
+    token_M = tl.load(tokens_ptr + place_M, mask=query_M < QUERIES, other=-1).to(tl.int64)
+    position_M = tl.load(positions_ptr + place_M, mask=query_M < QUERIES, other=-1)
+    target_M = tl.load(targets_ptr + place_M, mask=query_M < QUERIES, other=0).to(tl.int64)
+    return token_M, position_M, target_M
+
+
+@triton.jit
+def _pool_rows(table_ptr, position_L, end, kv_head, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Index of each position's row among the pool's blocks x K x BLOCK_SIZE rows; any for those from ``end`` on."""
+    block_L = tl.load(table_ptr + position_L // BLOCK_SIZE, mask=position_L < end, other=0).to(tl.int64)
+    return (block_L * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + position_L % BLOCK_SIZE
+
+
+@triton.jit
+def _capped_and_masked(score_ML, position_M, position_L, end, cap, window, CAPPED: tl.constexpr, WINDOWED: tl.constexpr):
+    """The scores times log2(e), and minus infinity where a query does not see the position."""
+    if CAPPED:  # tanh(x) = 2 * sigmoid(2 * x) - 1
+        score_ML = (2.0 * tl.sigmoid(2.0 * score_ML) - 1.0) * cap
+    seen_ML = (position_L < end)[None, :] & (position_L[None, :] <= position_M[:, None])
+    if WINDOWED:
+        seen_ML = seen_ML & (position_L[None, :] > position_M[:, None] - window)
+    return tl.where(seen_ML, score_ML, float("-inf"))
+
+
+@triton.jit
+def _weights(score_ML, max_M):
+    """A tile's weights, what the sums so far are multiplied by, and the largest score up to here: both are relative to that."""
+    new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
+    shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
+    return tl.exp2(score_ML - shift_M[:, None]), tl.exp2(max_M - shift_M), new_max_M
+
+
+@triton.jit
+def _store(
+    out_ptr,
+    partial_ptr,
+    lse_ptr,
+    max_M,
+    sum_M,
+    acc_MD,
+    token_M,
+    target_M,
+    head_M,
+    dim_D,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """What a row has found goes to its token, or where its target is negative to partial result ``-1 - target``."""
+    # A query whose window lies past this range has seen nothing: its sum is 0 and its share in the merge as well.
+    sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
+    result_MD = acc_MD / sum_M[:, None]
+    known_MD = (token_M >= 0)[:, None] & (dim_D < HEAD_DIM)[None, :]
+    out_M = target_M * NUM_HEADS + head_M
+    tl.store(
+        out_ptr + out_M[:, None] * HEAD_DIM + dim_D[None, :],
+        result_MD.to(out_ptr.dtype.element_ty),
+        mask=known_MD & (target_M >= 0)[:, None],
+    )
+    partial_M = (-1 - target_M) * NUM_HEADS + head_M
+    is_part_M = (token_M >= 0) & (target_M < 0)
+    tl.store(partial_ptr + partial_M[:, None] * HEAD_DIM + dim_D[None, :], result_MD, mask=known_MD & is_part_M[:, None])
+    tl.store(lse_ptr + partial_M, max_M + tl.log2(sum_M), mask=is_part_M)
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # it is another one in each step, and one compilation is to serve all
 def _attend_item(
     q_ptr,
@@ -216,12 +285,8 @@ def _attend_item(
 ):
     """Program (item, key/value head). Row m of the tile is head ``m % GROUP`` of query ``m // GROUP``."""
     item, kv_head = tl.program_id(0), tl.program_id(1)
-    query_M = tl.arange(0, M) // GROUP
+    token_M, position_M, target_M = _queries(tokens_ptr, positions_ptr, targets_ptr, item, GROUP, QUERIES, M)
     head_M = kv_head * GROUP + tl.arange(0, M) % GROUP
-    place_M = item * QUERIES + query_M
-    token_M = tl.load(tokens_ptr + place_M, mask=query_M < QUERIES, other=-1).to(tl.int64)
-    position_M = tl.load(positions_ptr + place_M, mask=query_M < QUERIES, other=-1)
-    target_M = tl.load(targets_ptr + place_M, mask=query_M < QUERIES, other=0).to(tl.int64)
     dim_D = tl.arange(0, D)
     known_MD = (token_M >= 0)[:, None] & (dim_D < HEAD_DIM)[None, :]
     q_MD = tl.load(q_ptr + (token_M * q_token_stride + head_M * q_head_stride)[:, None] + dim_D[None, :], mask=known_MD, other=0.0)
@@ -232,50 +297,21 @@ def _attend_item(
         begin = tl.maximum(begin, tl.maximum(earliest, 0) // L * L)
     table_ptr = tables_ptr + tl.load(seq_ptr + item).to(tl.int64) * table_stride
 
-    max_M = tl.full([M], float("-inf"), tl.float32)
-    sum_M = tl.zeros([M], tl.float32)
-    acc_MD = tl.zeros([M, D], tl.float32)
+    max_M, sum_M, acc_MD = tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32), tl.zeros([M, D], tl.float32)
     for first in range(begin, end, L):
         position_L = first + tl.arange(0, L)
-        in_range_L = position_L < end
-        block_L = tl.load(table_ptr + position_L // BLOCK_SIZE, mask=in_range_L, other=0).to(tl.int64)
-        row_L = (block_L * (NUM_HEADS // GROUP) + kv_head) * BLOCK_SIZE + position_L % BLOCK_SIZE
+        row_L = _pool_rows(table_ptr, position_L, end, kv_head, NUM_HEADS // GROUP, BLOCK_SIZE)
         # What is out of range is read as zero and not left to its weight of zero: an unwritten slot may hold NaN.
-        k_DL = tl.load(
-            keys_ptr + row_L[None, :] * HEAD_DIM + dim_D[:, None], mask=in_range_L[None, :] & (dim_D < HEAD_DIM)[:, None], other=0.0
-        )
+        known_DL = (position_L < end)[None, :] & (dim_D < HEAD_DIM)[:, None]
+        k_DL = tl.load(keys_ptr + row_L[None, :] * HEAD_DIM + dim_D[:, None], mask=known_DL, other=0.0)
         score_ML = _dot(q_MD, k_DL.to(q_MD.dtype), WIDENED) * score_scale
-        if CAPPED:  # tanh(x) = 2 * sigmoid(2 * x) - 1
-            score_ML = (2.0 * tl.sigmoid(2.0 * score_ML) - 1.0) * cap
-        seen_ML = in_range_L[None, :] & (position_L[None, :] <= position_M[:, None])
-        if WINDOWED:
-            seen_ML = seen_ML & (position_L[None, :] > position_M[:, None] - window)
-        score_ML = tl.where(seen_ML, score_ML, float("-inf"))
-
-        new_max_M = tl.maximum(max_M, tl.max(score_ML, 1))
-        shift_M = tl.where(new_max_M == float("-inf"), 0.0, new_max_M)
-        weight_ML = tl.exp2(score_ML - shift_M[:, None])
-        decay_M = tl.exp2(max_M - shift_M)
-        v_LD = tl.load(
-            values_ptr + row_L[:, None] * HEAD_DIM + dim_D[None, :], mask=in_range_L[:, None] & (dim_D < HEAD_DIM)[None, :], other=0.0
-        )
-        max_M = new_max_M
+        score_ML = _capped_and_masked(score_ML, position_M, position_L, end, cap, window, CAPPED, WINDOWED)
+        weight_ML, decay_M, max_M = _weights(score_ML, max_M)
+        known_LD = (position_L < end)[:, None] & (dim_D < HEAD_DIM)[None, :]
+        v_LD = tl.load(values_ptr + row_L[:, None] * HEAD_DIM + dim_D[None, :], mask=known_LD, other=0.0)
         sum_M = sum_M * decay_M + tl.sum(weight_ML, 1)
         acc_MD = acc_MD * decay_M[:, None] + _dot(weight_ML.to(q_MD.dtype), v_LD.to(q_MD.dtype), WIDENED)
-
-    # A query whose window lies past this range has seen nothing: its sum is 0 and its share in the merge as well.
-    sum_M = tl.where(sum_M == 0.0, 1.0, sum_M)
-    result_MD = acc_MD / sum_M[:, None]
-    out_M = target_M * NUM_HEADS + head_M
-    tl.store(
-        out_ptr + out_M[:, None] * HEAD_DIM + dim_D[None, :],
-        result_MD.to(out_ptr.dtype.element_ty),
-        mask=known_MD & (target_M >= 0)[:, None],
-    )
-    partial_M = (-1 - target_M) * NUM_HEADS + head_M
-    is_part_M = (token_M >= 0) & (target_M < 0)
-    tl.store(partial_ptr + partial_M[:, None] * HEAD_DIM + dim_D[None, :], result_MD, mask=known_MD & is_part_M[:, None])
-    tl.store(lse_ptr + partial_M, max_M + tl.log2(sum_M), mask=is_part_M)
+    _store(out_ptr, partial_ptr, lse_ptr, max_M, sum_M, acc_MD, token_M, target_M, head_M, dim_D, NUM_HEADS, HEAD_DIM)
 
 
 @triton.jit
