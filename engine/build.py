@@ -27,8 +27,8 @@ from engine.kv.capacity import Capacity
 from engine.kv.format import format_name, load_format
 from engine.kv.manager import BlockManager
 from engine.kv.persist import SavedBlocks
-from engine.kv.placement import Places
-from engine.kv.sizing import bytes_per_block, open_bytes, pool_size
+from engine.kv.shape import BlockShape
+from engine.kv.sizing import Footprint, pool_size
 from engine.layers.decoder import Decoder
 from engine.loop import Engine
 from engine.overlap import OverlappedEngine
@@ -183,39 +183,31 @@ def capacity(*, model: ModelConfig, engine: EngineConfig, kv_cache: KVCacheConfi
     device = Device.find(engine.device)
     dtype = device.dtype(model.dtype)
     name = format_name(kv_cache.format, model_dtype=str(dtype).removeprefix("torch."))
-    kv_format, shape = load_format(name), read_kv_shape(model)
-    sizes = {
-        "num_layers": shape.num_layers,
-        "block_size": kv_cache.block_size,
-        "num_kv_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
-    }
-    block_bytes = bytes_per_block(kv_format, **sizes)
+    of_model = read_kv_shape(model)
+    footprint = Footprint(
+        kv_format=load_format(name),
+        shape=BlockShape(block_size=kv_cache.block_size, num_kv_heads=of_model.num_kv_heads, head_dim=of_model.head_dim),
+        num_layers=of_model.num_layers,
+        dtype_bytes=dtype.itemsize,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+    )
     settings = kv_cache if num_bytes is None else replace(kv_cache, memory=num_bytes, num_blocks=None)
-
-    def bytes_beside(num_blocks: int) -> int:
-        places = Places.for_steps(
-            num_blocks=num_blocks,
-            block_size=kv_cache.block_size,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
-        )
-        return open_bytes(kv_format, places, dtype_bytes=dtype.itemsize, **sizes)
-
     num_blocks = pool_size(
         settings,
-        block_bytes=block_bytes,
+        block_bytes=footprint.block_bytes,
         free_bytes=max(device.free_bytes(), settings.memory_bytes or 0),
         device_kind=device.kind,
-        bytes_beside=bytes_beside,
+        bytes_beside=footprint.bytes_beside,
     )
     return Capacity.of(
         format=name,
-        num_bytes=settings.memory_bytes or num_blocks * block_bytes + bytes_beside(num_blocks),
+        num_bytes=settings.memory_bytes or num_blocks * footprint.block_bytes + footprint.bytes_beside(num_blocks),
         num_blocks=num_blocks,
-        max_model_len=engine.max_model_len or shape.max_position_embeddings,
+        shape=footprint.shape,
+        num_layers=of_model.num_layers,
+        max_model_len=engine.max_model_len or of_model.max_position_embeddings,
         dtype_bytes=dtype.itemsize,
-        **sizes,
     )
 
 
@@ -252,7 +244,7 @@ def _saved_blocks(frame: Frame, *, model: ModelConfig, engine: EngineConfig, kv_
         "model": {key: value for key, value in asdict(model).items() if key not in _NO_PART_OF_A_BLOCK},
         "dtype": frame.dtype,
         "format": (format_name(kv_cache.format, model_dtype=str(frame.dtype).removeprefix("torch.")), type(backend.kv_format).__qualname__),
-        "block": (frame.spec.num_layers, frame.block_bytes, dict(frame.block_shape)),
+        "block": (frame.spec.num_layers, frame.block_bytes, asdict(frame.footprint.shape)),
         "attention": type(backend).__module__,
         "kernels": Path(backend.library._name).name if isinstance(backend, cpu.Backend) else None,
         "batch_invariant": engine.batch_invariant,

@@ -5,7 +5,6 @@ Reads the model's config and no weight; refuses what cannot be served by the set
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +17,8 @@ from engine.config import EngineConfig, KVCacheConfig, ModelConfig
 from engine.context import max_model_len
 from engine.device import Device
 from engine.kv.format import format_name
-from engine.kv.placement import Places
-from engine.kv.sizing import bytes_per_block, open_bytes, pool_size
+from engine.kv.shape import BlockShape
+from engine.kv.sizing import Footprint, pool_size
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec
@@ -36,7 +35,7 @@ from engine.weights import read_spec
 class Frame:
     """What the settings come to on this machine, for one of the processes that share the model, before a weight is read.
 
-    ``spec`` and ``block_bytes`` are the whole model's, ``share`` and ``block_shape`` what this process has of it.
+    ``spec`` and ``block_bytes`` are the whole model's, ``share`` and ``footprint`` what this process has of it.
     """
 
     device: Device
@@ -45,8 +44,7 @@ class Frame:
     share: DecoderSpec
     max_model_len: int
     backend: AttentionBackend[Any]
-    block_shape: Mapping[str, int]
-    block_bytes: int
+    footprint: Footprint
     max_num_seqs: int
     max_num_batched_tokens: int
     num_ranks: int
@@ -66,7 +64,14 @@ class Frame:
         backend = select(engine.attention, spec=attention)
         if model.weights == "int8":
             _refuse_int8(backend, attention)
-        shape = {"block_size": kv_cache.block_size, "num_kv_heads": share.num_kv_heads, "head_dim": spec.head_dim}
+        footprint = Footprint(
+            kv_format=backend.kv_format,
+            shape=BlockShape(block_size=kv_cache.block_size, num_kv_heads=share.num_kv_heads, head_dim=spec.head_dim),
+            num_layers=spec.num_layers,
+            dtype_bytes=dtype.itemsize,
+            max_num_seqs=engine.max_num_seqs,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+        )
         return cls(
             device=device,
             dtype=dtype,
@@ -74,8 +79,7 @@ class Frame:
             share=share,
             max_model_len=context,
             backend=backend,
-            block_shape=shape,
-            block_bytes=bytes_per_block(backend.kv_format, num_layers=spec.num_layers, **shape) * num_ranks,
+            footprint=footprint,
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             num_ranks=num_ranks,
@@ -88,6 +92,10 @@ class Frame:
         return least if self.device.kind == "cpu" else least * self.num_ranks
 
     @property
+    def block_bytes(self) -> int:
+        return self.footprint.block_bytes * self.num_ranks
+
+    @property
     def computes_apart(self) -> bool:
         """Whether the host may go on while the device computes: other ranks would have to rehearse and record in step."""
         return self.device.computes_apart and self.num_ranks == 1
@@ -95,7 +103,7 @@ class Frame:
     @property
     def rehearsal(self) -> Rehearsal:
         return Rehearsal(
-            block_size=self.block_shape["block_size"],
+            block_size=self.footprint.shape.block_size,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -116,20 +124,12 @@ class Frame:
         kv_format = self.backend.kv_format
         return KVStore(
             kv_format,
+            shape=self.footprint.shape,
             num_layers=self.spec.num_layers,
             num_blocks=num_blocks,
             device=self.device.torch_device,
             dtype=self.dtype,
-            places=None if kv_format.is_plain else self.places(num_blocks),
-            **self.block_shape,
-        )
-
-    def places(self, num_blocks: int) -> Places:
-        return Places.for_steps(
-            num_blocks=num_blocks,
-            block_size=self.block_shape["block_size"],
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            places=None if kv_format.is_plain else self.footprint.places(num_blocks),
         )
 
     def forward(self, decoder: Decoder, *, store: KVStore) -> Forward:
@@ -152,16 +152,13 @@ class Frame:
             forward,
             sizes=bucket_sizes(self.max_num_seqs),
             spare_block=spare_block,
-            max_blocks=-(-self.max_model_len // self.block_shape["block_size"]),
+            max_blocks=-(-self.max_model_len // self.footprint.shape.block_size),
             graphs=CudaGraphs() if self.device.kind == "cuda" else EagerGraphs(),
         )
 
     def bytes_beside(self, num_blocks: int) -> int:
         """What lies beside a pool of so many blocks: those that are not full, and the spare one of recorded steps."""
-        places = self.places(num_blocks)
-        kv_format, num_layers = self.backend.kv_format, self.spec.num_layers
-        opened = open_bytes(kv_format, places, dtype_bytes=self.dtype.itemsize, num_layers=num_layers, **self.block_shape)
-        return opened * self.num_ranks + self.block_bytes * self.is_recorded
+        return self.footprint.bytes_beside(num_blocks) * self.num_ranks + self.block_bytes * self.is_recorded
 
 
 def is_fused(backend: AttentionBackend[Any]) -> bool:

@@ -87,7 +87,7 @@ def _capacity(config: RunConfig, *, num_bytes: int | None) -> Capacity:
 def _sizes(capacity: Capacity) -> Iterator[str]:
     """The formula with its numbers, and how many sequences fit, by format."""
     own = capacity.format
-    yield _line("KV cache", f"{own}: {capacity.formula}, {_size(capacity.block_bytes[own])} a block of {capacity.block_size}")
+    yield _line("KV cache", f"{own}: {capacity.formula}, {_size(capacity.block_bytes[own])} a block of {capacity.shape.block_size}")
     yield _line("  pool", f"{_size(capacity.num_bytes)}, {capacity.num_blocks:,} blocks")
     heads = [f"{length:,}" for length in capacity.lengths]
     yield _line(

@@ -12,6 +12,7 @@ from typing import Any
 from engine import plugins
 from engine.kv.format import load_format
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 from engine.kv.sizing import bytes_per_block, open_bytes
 
 _LENGTHS = (1024, 4096)
@@ -25,7 +26,7 @@ class Capacity:
         format: the one that is chosen.
         num_bytes: what the pool takes, with what lies beside it.
         num_blocks: those of the pool.
-        block_bytes: of each format, what a full block of ``block_size`` tokens takes over all layers, scales included.
+        block_bytes: of each format, what a full block of ``shape`` takes over all layers, scales included.
         open_bytes: of each format, what a sequence takes beside its blocks: where full ones are quantised, a plain one to fill.
         max_model_len: most tokens of a sequence.
     """
@@ -35,11 +36,9 @@ class Capacity:
     num_blocks: int
     block_bytes: Mapping[str, int]
     open_bytes: Mapping[str, int]
-    block_size: int
-    max_model_len: int
+    shape: BlockShape
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    max_model_len: int
 
     @classmethod
     def of(
@@ -48,25 +47,26 @@ class Capacity:
         format: str,
         num_bytes: int,
         num_blocks: int,
+        shape: BlockShape,
+        num_layers: int,
         max_model_len: int,
         dtype_bytes: int,
-        block_size: int,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
     ) -> Capacity:
         """In every format that there is: the files of ``engine/kv/formats``. The model computes in ``dtype_bytes`` a number."""
-        shape = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "block_size": block_size}
         formats = {name: load_format(name) for name in plugins.names("engine.kv.formats")}
         one = Places(num_open=1, num_filling=0)
         return cls(
             format=format,
             num_bytes=num_bytes,
             num_blocks=num_blocks,
-            block_bytes={name: bytes_per_block(kv_format, **shape) for name, kv_format in formats.items()},
-            open_bytes={name: open_bytes(kv_format, one, dtype_bytes=dtype_bytes, **shape) for name, kv_format in formats.items()},
+            block_bytes={name: bytes_per_block(kv_format, shape=shape, num_layers=num_layers) for name, kv_format in formats.items()},
+            open_bytes={
+                name: open_bytes(kv_format, one, shape=shape, num_layers=num_layers, dtype_bytes=dtype_bytes)
+                for name, kv_format in formats.items()
+            },
+            shape=shape,
+            num_layers=num_layers,
             max_model_len=max_model_len,
-            **shape,
         )
 
     @property
@@ -77,23 +77,22 @@ class Capacity:
     @property
     def formula(self) -> str:
         """How the bytes of a token come about; what scales take is in the bytes of a number."""
-        count = 2 * self.num_layers * self.num_kv_heads * self.head_dim
-        number = self.block_bytes[self.format] / (count * self.block_size)
+        number = self.block_bytes[self.format] / (self.num_layers * self.shape.num_numbers)
         return (
-            f"2 (key, value) x {self.num_layers} layers x {self.num_kv_heads} KV heads x {self.head_dim} head size x {number:.4g} bytes"
-            f" = {self.token_bytes(self.format):,.10g} bytes a token"
+            f"2 (key, value) x {self.num_layers} layers x {self.shape.num_kv_heads} KV heads x {self.shape.head_dim} head size"
+            f" x {number:.4g} bytes = {self.token_bytes(self.format):,.10g} bytes a token"
         )
 
     def token_bytes(self, format: str) -> float:
-        return self.block_bytes[format] / self.block_size
+        return self.block_bytes[format] / self.shape.block_size
 
     def paged(self, format: str, *, num_tokens: int) -> int:
         """Sequences of ``num_tokens`` tokens that fit, each in blocks of its own."""
-        return self.num_bytes // (-(-num_tokens // self.block_size) * self.block_bytes[format] + self.open_bytes[format])
+        return self.num_bytes // (-(-num_tokens // self.shape.block_size) * self.block_bytes[format] + self.open_bytes[format])
 
     def contiguous(self, format: str) -> int:
         """Sequences that fit where each reserves ``max_model_len`` tokens in one piece, however long it gets."""
-        return self.num_bytes * self.block_size // (self.block_bytes[format] * self.max_model_len)
+        return self.num_bytes * self.shape.block_size // (self.block_bytes[format] * self.max_model_len)
 
     def numbers(self) -> dict[str, Any]:
         """As JSON values; the names are part of the contract."""
@@ -102,7 +101,7 @@ class Capacity:
             "kv_formula": self.formula,
             "kv_bytes_per_token": round(self.token_bytes(self.format)),
             "kv_bytes_per_block": self.block_bytes[self.format],
-            "kv_block_size": self.block_size,
+            "kv_block_size": self.shape.block_size,
             "kv_bytes": self.num_bytes,
             "kv_blocks": self.num_blocks,
             "max_model_len": self.max_model_len,

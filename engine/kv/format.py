@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.kv.placement import Places
+    from engine.kv.shape import BlockShape
 
 # kv_cache.format=auto keeps keys and values as the model computes them.
 _FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -71,21 +72,12 @@ class KVFormat(Protocol):
         """Whether each slot can be written by itself. Else a block is quantised when it is full."""
         ...
 
-    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+    def bytes_per_block(self, shape: BlockShape) -> int:
         """Bytes of one full block's keys and values in one layer, scales included."""
         ...
 
     def allocate(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        places: Places | None,
+        self, shape: BlockShape, *, num_layers: int, num_blocks: int, device: torch.device, dtype: torch.dtype, places: Places | None
     ) -> SequenceOf[KVLayer]:
         """The layers' pools, their slots not yet written. A format that quantises has ``places`` beside them, in ``dtype``."""
         ...

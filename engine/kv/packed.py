@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.kernels.cpu.attention import TOKENS_PER_GROUP, KVLayout, KVPool, declare, kv_write
 from engine.kv.format import Filling
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 
 
 class PackedLayer:
@@ -81,21 +82,12 @@ class PackedFormat:
     library: ctypes.CDLL
     is_plain: bool = True
 
-    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * block_size * num_kv_heads * head_dim * int(torch.bfloat16.itemsize)
+    def bytes_per_block(self, shape: BlockShape) -> int:
+        return shape.num_numbers * int(torch.bfloat16.itemsize)
 
     def allocate(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        places: Places | None,
+        self, shape: BlockShape, *, num_layers: int, num_blocks: int, device: torch.device, dtype: torch.dtype, places: Places | None
     ) -> SequenceOf[PackedLayer]:
         assert device.type == "cpu"
-        layout = KVLayout(num_kv_heads, head_dim, block_size)
+        layout = KVLayout(shape.num_kv_heads, shape.head_dim, shape.block_size)
         return [PackedLayer(self.library, num_blocks=num_blocks, layout=layout) for _ in range(num_layers)]

@@ -17,6 +17,7 @@ from engine.kernels.cpu.attention import CODES, KVLayout, KVPool, declare, kv_de
 from engine.kv.format import Filling, load_format
 from engine.kv.packed import gather, huge_pages
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 
 
 class PackedCodesLayer:
@@ -70,24 +71,15 @@ class PackedCodesFormat:
     name: str
     is_plain: bool = False
 
-    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        return load_format(self.name).bytes_per_block(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    def bytes_per_block(self, shape: BlockShape) -> int:
+        return load_format(self.name).bytes_per_block(shape)
 
     def allocate(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        places: Places | None,
+        self, shape: BlockShape, *, num_layers: int, num_blocks: int, device: torch.device, dtype: torch.dtype, places: Places | None
     ) -> SequenceOf[PackedCodesLayer]:
         assert device.type == "cpu" and dtype == torch.bfloat16 and places is not None
-        layout = KVLayout(num_kv_heads, head_dim, block_size, CODES[self.name])
-        filling = huge_pages((places.num_filling, num_kv_heads, 2, block_size * head_dim), dtype=torch.bfloat16)
+        layout = KVLayout(shape.num_kv_heads, shape.head_dim, shape.block_size, CODES[self.name])
+        filling = huge_pages((places.num_filling, shape.num_kv_heads, 2, shape.block_size * shape.head_dim), dtype=torch.bfloat16)
         return [
             PackedCodesLayer(self.library, layout=layout, num_blocks=num_blocks, num_open=places.num_open, filling=filling)
             for _ in range(num_layers)

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.config import KVCacheConfig
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 
 if TYPE_CHECKING:
     from engine.kv.format import KVFormat
@@ -22,23 +24,54 @@ _SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.8}
 _SHARE_BESIDE_STEP = 0.9
 
 
-def bytes_per_block(kv_format: KVFormat, *, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int) -> int:
+def bytes_per_block(kv_format: KVFormat, *, shape: BlockShape, num_layers: int) -> int:
     """Bytes of one full block over all layers, scales included.
 
     For a plain format: ``layers x 2 (key, value) x block_size x kv_heads x head_dim x bytes a number``.
     """
-    return num_layers * kv_format.bytes_per_block(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    return num_layers * kv_format.bytes_per_block(shape)
 
 
-def open_bytes(
-    kv_format: KVFormat, places: Places, *, dtype_bytes: int, num_layers: int, block_size: int, num_kv_heads: int, head_dim: int
-) -> int:
+def open_bytes(kv_format: KVFormat, places: Places, *, shape: BlockShape, num_layers: int, dtype_bytes: int) -> int:
     """Bytes beside the pool for blocks that are not full yet; 0 for a plain format, which fills them where they lie.
 
     ``(layers x open places + filling places) x 2 x block_size x kv_heads x head_dim x bytes a number of the model``.
     """
     num_places = 0 if kv_format.is_plain else num_layers * places.num_open + places.num_filling
-    return num_places * 2 * block_size * num_kv_heads * head_dim * dtype_bytes
+    return num_places * shape.num_numbers * dtype_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What decides the bytes that a pool takes, and those beside it.
+
+    The places are those that steps of up to ``max_num_seqs`` sequences and ``max_num_batched_tokens`` tokens need; they hold
+    numbers of ``dtype_bytes``.
+    """
+
+    kv_format: KVFormat
+    shape: BlockShape
+    num_layers: int
+    dtype_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @property
+    def block_bytes(self) -> int:
+        return bytes_per_block(self.kv_format, shape=self.shape, num_layers=self.num_layers)
+
+    def places(self, num_blocks: int) -> Places:
+        return Places.for_steps(
+            num_blocks=num_blocks,
+            block_size=self.shape.block_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def bytes_beside(self, num_blocks: int) -> int:
+        """What lies beside a pool of so many blocks, for those that are not full."""
+        places = self.places(num_blocks)
+        return open_bytes(self.kv_format, places, shape=self.shape, num_layers=self.num_layers, dtype_bytes=self.dtype_bytes)
 
 
 def pool_size(

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from engine.kv.format import Filling, KVFormat, KVLayer
 from engine.kv.placement import OpenBlocks, Placement, Places
+from engine.kv.shape import BlockShape
 from engine.types import StepPlan
 
 
 class KVStore:
-    """``num_blocks`` blocks of ``block_size`` slots in each of ``num_layers`` layers, held in ``kv_format``.
+    """``num_blocks`` blocks of ``shape`` in each of ``num_layers`` layers, held in ``kv_format``.
 
     A format that quantises needs ``places`` for the blocks that are not full; they hold numbers of ``dtype``.
     """
@@ -25,29 +26,18 @@ class KVStore:
         self,
         kv_format: KVFormat,
         *,
+        shape: BlockShape,
         num_layers: int,
         num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         device: torch.device,
         dtype: torch.dtype = torch.float32,
         places: Places | None = None,
     ) -> None:
         assert kv_format.is_plain == (places is None), "a format has places if and only if it quantises"
         self.num_blocks = num_blocks
-        self.block_size = block_size
-        self._open = None if places is None else OpenBlocks(places, num_blocks=num_blocks, block_size=block_size)
-        self._layers = kv_format.allocate(
-            num_layers=num_layers,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            device=device,
-            dtype=dtype,
-            places=places,
-        )
+        self.block_size = shape.block_size
+        self._open = None if places is None else OpenBlocks(places, num_blocks=num_blocks, block_size=shape.block_size)
+        self._layers = kv_format.allocate(shape, num_layers=num_layers, num_blocks=num_blocks, device=device, dtype=dtype, places=places)
 
     def place(self, plan: StepPlan) -> Placement:
         """Where the next step's keys and values go; asked once a step, since open blocks keep their places between steps."""

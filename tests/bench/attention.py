@@ -23,6 +23,7 @@ import torch
 from engine.attention.backend import AttentionInputs, AttentionSpec
 from engine.attention.select import select
 from engine.device import usable_cpus
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
@@ -95,8 +96,8 @@ def measure(name: str, case: Case, *, num_threads: int, budget: float) -> str:
         backend = select(name, spec=spec)
     except ValueError as reason:
         return f"{case.name:>8} {name:>10}  {reason}"
-    shape = {"num_blocks": case.num_blocks, "block_size": BLOCK_SIZE, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
-    store = KVStore(backend.kv_format, num_layers=1, device=spec.device, **shape)
+    shape = BlockShape(block_size=BLOCK_SIZE, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    store = KVStore(backend.kv_format, shape=shape, num_layers=1, num_blocks=case.num_blocks, device=spec.device)
     num_slots = case.num_blocks * BLOCK_SIZE
     k, v = (torch.randn(num_slots, KV_HEADS, HEAD_DIM).bfloat16() for _ in range(2))
     store.write(0, k, v, torch.arange(num_slots))

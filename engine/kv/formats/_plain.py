@@ -13,19 +13,18 @@ from torch import Tensor
 
 from engine.kv.format import Filling
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 
 
 class PlainLayer:
     """Pools [num_blocks, K, block_size, D] for keys and for values: a head's share of a block lies in one piece."""
 
-    def __init__(
-        self, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
+    def __init__(self, shape: BlockShape, *, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        sizes = (num_blocks, shape.num_kv_heads, shape.block_size, shape.head_dim)
         # Not zeroed: a page of memory is taken when its block is first written, so memory follows need.
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
-        self._heads_K = torch.arange(num_kv_heads, device=device)
+        self.keys = torch.empty(sizes, dtype=dtype, device=device)
+        self.values = torch.empty(sizes, dtype=dtype, device=device)
+        self._heads_K = torch.arange(shape.num_kv_heads, device=device)
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
@@ -63,20 +62,10 @@ class PlainFormat:
     dtype: torch.dtype
     is_plain: bool = True
 
-    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        return 2 * block_size * num_kv_heads * head_dim * self.dtype.itemsize
+    def bytes_per_block(self, shape: BlockShape) -> int:
+        return shape.num_numbers * self.dtype.itemsize
 
     def allocate(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        places: Places | None,
+        self, shape: BlockShape, *, num_layers: int, num_blocks: int, device: torch.device, dtype: torch.dtype, places: Places | None
     ) -> SequenceOf[PlainLayer]:
-        shape = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        return [PlainLayer(dtype=self.dtype, device=device, **shape) for _ in range(num_layers)]
+        return [PlainLayer(shape, num_blocks=num_blocks, dtype=self.dtype, device=device) for _ in range(num_layers)]

@@ -16,6 +16,7 @@ from torch import Tensor
 from engine.kv.format import Filling
 from engine.kv.formats._plain import PlainLayer
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 
 
 class Part(NamedTuple):
@@ -23,6 +24,9 @@ class Part(NamedTuple):
 
     num_columns: int
     per_token: bool
+
+    def num_rows(self, shape: BlockShape) -> int:
+        return shape.block_size if self.per_token else 1
 
 
 class Codec(Protocol):
@@ -44,14 +48,14 @@ class Codec(Protocol):
 class _Pool:
     """All blocks' bytes of the keys, or of the values."""
 
-    def __init__(self, codec: Codec, *, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(self, codec: Codec, *, shape: BlockShape, num_blocks: int, device: torch.device) -> None:
         self._codec = codec
-        self._block_size = block_size
-        self._heads_K1 = torch.arange(num_kv_heads, device=device)[:, None]
+        self._block_size = shape.block_size
+        self._heads_K1 = torch.arange(shape.num_kv_heads, device=device)[:, None]
         # Not zeroed: a page of memory is taken when its block is first written, so memory follows need.
         self.parts = [
-            torch.empty(num_blocks, num_kv_heads, block_size if part.per_token else 1, part.num_columns, dtype=torch.uint8, device=device)
-            for part in codec.parts(head_dim)
+            torch.empty(num_blocks, shape.num_kv_heads, part.num_rows(shape), part.num_columns, dtype=torch.uint8, device=device)
+            for part in codec.parts(shape.head_dim)
         ]
 
     def write(self, x_NKBD: Tensor, blocks_N: Tensor) -> None:
@@ -130,38 +134,22 @@ class QuantisedFormat:
     values: Codec
     is_plain: bool = False
 
-    def bytes_per_block(self, *, block_size: int, num_kv_heads: int, head_dim: int) -> int:
-        parts = (*self.keys.parts(head_dim), *self.values.parts(head_dim))
-        return num_kv_heads * sum(part.num_columns * (block_size if part.per_token else 1) for part in parts)
+    def bytes_per_block(self, shape: BlockShape) -> int:
+        parts = (*self.keys.parts(shape.head_dim), *self.values.parts(shape.head_dim))
+        return shape.num_kv_heads * sum(part.num_columns * part.num_rows(shape) for part in parts)
 
     def allocate(
-        self,
-        *,
-        num_layers: int,
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        places: Places | None,
+        self, shape: BlockShape, *, num_layers: int, num_blocks: int, device: torch.device, dtype: torch.dtype, places: Places | None
     ) -> SequenceOf[QuantisedLayer]:
         assert places is not None, "blocks that are not full need a place"
-        num_places = places.num_filling + num_layers * places.num_open
-        plain = PlainLayer(
-            num_blocks=num_places, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, device=device
-        )
-
-        def pool(codec: Codec) -> _Pool:
-            return _Pool(codec, num_blocks=num_blocks, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim, device=device)
-
+        plain = PlainLayer(shape, num_blocks=places.num_filling + num_layers * places.num_open, dtype=dtype, device=device)
         return [
             QuantisedLayer(
-                keys=pool(self.keys),
-                values=pool(self.values),
+                keys=_Pool(self.keys, shape=shape, num_blocks=num_blocks, device=device),
+                values=_Pool(self.values, shape=shape, num_blocks=num_blocks, device=device),
                 places=plain,
                 num_blocks=num_blocks,
-                block_size=block_size,
+                block_size=shape.block_size,
                 num_filling=places.num_filling,
                 skip=layer * places.num_open,
             )

@@ -13,6 +13,7 @@ from engine.attention.backend import AttentionBackend, AttentionInputs, Attentio
 from engine.attention.select import select
 from engine.kernels.cpu import build
 from engine.kv.format import format_name
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 
 
@@ -65,11 +66,9 @@ class PagedWorld:
         self.free = list(self.random.permutation(num_blocks))
         self.store = KVStore(
             self.backend.kv_format,
+            shape=BlockShape(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim),
             num_layers=1,
             num_blocks=num_blocks,
-            block_size=block_size,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
             device=self.spec.device,
         )
         nothing = torch.full((num_blocks * block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype, device=device)

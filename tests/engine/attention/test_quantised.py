@@ -13,6 +13,7 @@ from engine import plugins
 from engine.attention.backend import AttentionSpec
 from engine.kv.format import load_format
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 from engine.runner.batch import build_batch
 from engine.sequence import Sequence
@@ -49,12 +50,13 @@ class World:
             batch_invariant=False,
         )
         self.backend = backends(name, self.spec)
-        sizes = {"num_blocks": NUM_BLOCKS * 16 // block_size, "block_size": block_size}
-        places = Places.for_steps(max_num_seqs=MAX_SEQS, max_num_batched_tokens=BUDGET, **sizes)
-        shape = {"num_kv_heads": 2, "head_dim": head_dim, **sizes}
-        self.store = KVStore(self.backend.kv_format, num_layers=1, device=self.spec.device, dtype=dtype, places=places, **shape)
-        self.roundtrip = KVStore(load_format(kv_format), num_layers=1, device=self.spec.device, dtype=torch.float32, places=places, **shape)
-        self.free = torch.randperm(sizes["num_blocks"], generator=torch.Generator().manual_seed(0)).tolist()
+        num_blocks = NUM_BLOCKS * 16 // block_size
+        shape = BlockShape(block_size=block_size, num_kv_heads=2, head_dim=head_dim)
+        places = Places.for_steps(num_blocks=num_blocks, block_size=block_size, max_num_seqs=MAX_SEQS, max_num_batched_tokens=BUDGET)
+        sizes = {"shape": shape, "num_layers": 1, "num_blocks": num_blocks, "device": self.spec.device, "places": places}
+        self.store = KVStore(self.backend.kv_format, dtype=dtype, **sizes)
+        self.roundtrip = KVStore(load_format(kv_format), dtype=torch.float32, **sizes)
+        self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(0)).tolist()
         self.numbers: dict[Sequence, tuple[torch.Tensor, ...]] = {}
 
     def sequence(self, length: int, *, seed: int, like: Sequence | None = None, num_shared: int = 0) -> Sequence:

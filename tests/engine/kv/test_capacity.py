@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from engine import Capacity, EngineConfig, Forecast, KVCacheConfig, ModelConfig, plugins
+from engine.kv.shape import BlockShape
 
 GIB = 2**30
 
@@ -17,12 +18,10 @@ def of_llama_8b(num_bytes: int, *, format: str = "bf16", block_size: int = 16) -
         format=format,
         num_bytes=num_bytes,
         num_blocks=num_bytes // (131_072 * block_size),
+        shape=BlockShape(block_size=block_size, num_kv_heads=8, head_dim=128),
+        num_layers=32,
         max_model_len=8192,
         dtype_bytes=2,
-        block_size=block_size,
-        num_layers=32,
-        num_kv_heads=8,
-        head_dim=128,
     )
 
 

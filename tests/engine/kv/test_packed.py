@@ -10,6 +10,7 @@ import torch
 from engine.kernels.cpu import build
 from engine.kv.format import load_format
 from engine.kv.packed import PackedFormat
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 
 
@@ -21,8 +22,8 @@ def packed(request):
         pytest.skip(str(reason))
 
 
-def only_layer(packed, **sizes):
-    return KVStore(packed, num_layers=1, device=torch.device("cpu"), **sizes).layer(0)
+def only_layer(packed, *, num_blocks: int, **sizes):
+    return KVStore(packed, shape=BlockShape(**sizes), num_layers=1, num_blocks=num_blocks, device=torch.device("cpu")).layer(0)
 
 
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(3, 64, 16), (1, 16, 48), (2, 80, 32)])
@@ -79,6 +80,6 @@ def test_threads_may_write_the_two_tokens_of_a_pair_at_once(packed):
 
 def test_takes_the_bytes_of_its_plain_twin(packed):
     sizes = {"block_size": 32, "num_kv_heads": 3, "head_dim": 64}
-    layer = only_layer(packed, num_blocks=5, **sizes)
-    assert layer.pool.numel() * layer.pool.itemsize == 5 * packed.bytes_per_block(**sizes)
-    assert packed.bytes_per_block(**sizes) == load_format("bf16").bytes_per_block(**sizes)
+    layer, shape = only_layer(packed, num_blocks=5, **sizes), BlockShape(**sizes)
+    assert layer.pool.numel() * layer.pool.itemsize == 5 * packed.bytes_per_block(shape)
+    assert packed.bytes_per_block(shape) == load_format("bf16").bytes_per_block(shape)

@@ -10,6 +10,7 @@ from engine.kernels.cpu.attention import CODES
 from engine.kv.format import Filling, load_format
 from engine.kv.packed_codes import PackedCodesFormat
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 
 PLACES = Places(num_open=3, num_filling=5)
@@ -24,10 +25,10 @@ def library(request):
         pytest.skip(str(reason))
 
 
-def stores(library, name: str, **shape) -> list[KVStore]:
+def stores(library, name: str, shape: BlockShape) -> list[KVStore]:
     formats = PackedCodesFormat(library, name), load_format(name)
-    sizes = {"num_layers": 2, "num_blocks": NUM_BLOCKS, "device": torch.device("cpu"), "dtype": torch.bfloat16, "places": PLACES, **shape}
-    return [KVStore(kv_format, **sizes) for kv_format in formats]
+    sizes = {"shape": shape, "num_layers": 2, "num_blocks": NUM_BLOCKS, "places": PLACES}
+    return [KVStore(kv_format, device=torch.device("cpu"), dtype=torch.bfloat16, **sizes) for kv_format in formats]
 
 
 def pairs(*of) -> torch.Tensor:
@@ -47,13 +48,13 @@ def numbers(count: int, num_kv_heads: int, head_dim: int, *, seed: int) -> torch
 @pytest.mark.parametrize(("num_kv_heads", "head_dim", "block_size"), [(3, 64, 16), (1, 16, 48), (2, 80, 32), (1, 256, 1024)])
 @pytest.mark.parametrize("name", CODES)
 def test_holds_the_numbers_of_the_plain_format(library, name, num_kv_heads, head_dim, block_size):
-    shape = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    shape = BlockShape(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
     k, v = (numbers(3 * block_size, num_kv_heads, head_dim, seed=seed) for seed in range(2))
     slots = NUM_BLOCKS * block_size + torch.randperm(3 * block_size)
     filling = Filling(moves_2M=pairs(), full_2F=pairs((NUM_BLOCKS, 6), (NUM_BLOCKS + 1, 0), (NUM_BLOCKS + 2, 3)))
     read = torch.cat([block * block_size + torch.randperm(block_size) for block in (0, 6, 3)])[None]
     found = []
-    for store in stores(library, name, **shape):
+    for store in stores(library, name, shape):
         store.write(1, k, v, slots, filling)
         found.append(store.layer(1).gather(read))
     for packed, plain in zip(*found, strict=True):
@@ -66,7 +67,7 @@ def test_holds_the_numbers_of_the_plain_format(library, name, num_kv_heads, head
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("name", CODES)
 def test_what_is_no_number_is_loud(library, name, broken):
-    packed, _ = stores(library, name, block_size=16, num_kv_heads=2, head_dim=32)
+    packed, _ = stores(library, name, BlockShape(block_size=16, num_kv_heads=2, head_dim=32))
     k, v = torch.randn(2, 16, 2, 32).bfloat16()
     k[3, 1, 7] = v[4, 1, 9] = broken
     packed.write(0, k, v, NUM_BLOCKS * 16 + torch.arange(16), Filling(moves_2M=pairs(), full_2F=pairs((NUM_BLOCKS, 2))))
@@ -77,11 +78,11 @@ def test_what_is_no_number_is_loud(library, name, broken):
 
 @pytest.mark.parametrize("name", CODES)
 def test_places_are_plain_and_move_before_they_are_written(library, name):
-    shape = {"block_size": 16, "num_kv_heads": 2, "head_dim": 32}
+    shape = BlockShape(block_size=16, num_kv_heads=2, head_dim=32)
     first_open = NUM_BLOCKS + PLACES.num_filling
     k, v = torch.randn(2, 18, 2, 32).bfloat16()
     found = []
-    for store in stores(library, name, **shape):
+    for store in stores(library, name, shape):
         store.write(0, k[:9], v[:9], first_open * 16 + torch.arange(9), Filling(moves_2M=pairs(), full_2F=pairs()))
         store.copy_blocks([(first_open, first_open + 2)])
         slots = torch.cat((NUM_BLOCKS * 16 + torch.arange(9, 16), first_open * 16 + torch.arange(2)))
@@ -94,7 +95,7 @@ def test_places_are_plain_and_move_before_they_are_written(library, name):
 
 @pytest.mark.parametrize("name", CODES)
 def test_takes_the_bytes_of_its_plain_twin(library, name):
-    shape = {"block_size": 32, "num_kv_heads": 3, "head_dim": 64}
-    layer = stores(library, name, **shape)[0].layer(0)
+    shape = BlockShape(block_size=32, num_kv_heads=3, head_dim=64)
+    layer = stores(library, name, shape)[0].layer(0)
     held = layer.codes.numel() + layer.exponents.numel()
-    assert held == NUM_BLOCKS * load_format(name).bytes_per_block(**shape)
+    assert held == NUM_BLOCKS * load_format(name).bytes_per_block(shape)

@@ -9,18 +9,19 @@ import torch
 from engine.kv.format import Filling, load_format
 from engine.kv.formats.fp4 import hadamard
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 from engine.kv.sizing import open_bytes
 from engine.kv.store import KVStore
 
 NAMES = ("int8", "fp8", "fp4")
-SHAPE = {"block_size": 16, "num_kv_heads": 3, "head_dim": 64}
+SHAPE = BlockShape(block_size=16, num_kv_heads=3, head_dim=64)
 PLACES = Places(num_open=4, num_filling=6)
 NUM_BLOCKS = 8
 
 
-def make_store(name: str, *, num_layers: int = 1, dtype=torch.float32, **shape) -> KVStore:
-    sizes = {**SHAPE, "num_blocks": NUM_BLOCKS, **shape}
-    return KVStore(load_format(name), num_layers=num_layers, device=torch.device("cpu"), dtype=dtype, places=PLACES, **sizes)
+def make_store(name: str, *, shape: BlockShape = SHAPE, num_layers: int = 1, dtype=torch.float32) -> KVStore:
+    sizes = {"shape": shape, "num_layers": num_layers, "num_blocks": NUM_BLOCKS}
+    return KVStore(load_format(name), device=torch.device("cpu"), dtype=dtype, places=PLACES, **sizes)
 
 
 def pairs(*of) -> torch.Tensor:
@@ -30,7 +31,7 @@ def pairs(*of) -> torch.Tensor:
 def stored(name: str, k_BKD: torch.Tensor, v_BKD: torch.Tensor) -> list[torch.Tensor]:
     """A block's keys and values after it was written whole, [B, K, D] each."""
     block_size, num_kv_heads, head_dim = k_BKD.shape
-    store = make_store(name, block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    store = make_store(name, shape=BlockShape(block_size=block_size, num_kv_heads=num_kv_heads, head_dim=head_dim))
     slots = NUM_BLOCKS * block_size + torch.arange(block_size)
     store.write(0, k_BKD, v_BKD, slots, Filling(moves_2M=pairs(), full_2F=pairs((NUM_BLOCKS, 5))))
     return [part[0].transpose(0, 1) for part in store.layer(0).gather(5 * block_size + torch.arange(block_size)[None])]
@@ -151,17 +152,17 @@ def test_places_are_plain_each_layer_s_own_and_move_before_they_are_written(name
 def test_a_block_takes_the_bytes_that_are_allocated(name, most):
     layer = make_store(name).layer(0)
     held = sum(part.numel() for pool in (layer.keys, layer.values) for part in pool.parts)
-    block_bytes = load_format(name).bytes_per_block(**SHAPE)
+    block_bytes = load_format(name).bytes_per_block(SHAPE)
     assert held == NUM_BLOCKS * block_bytes
-    assert block_bytes <= most * load_format("bf16").bytes_per_block(**SHAPE)
+    assert block_bytes <= most * load_format("bf16").bytes_per_block(SHAPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_places_take_the_bytes_that_are_counted(dtype):
     layer = make_store("int8", num_layers=3, dtype=dtype).layer(2)
     held = sum(part.numel() * part.itemsize for part in (layer.places.keys, layer.places.values))
-    assert held == open_bytes(load_format("int8"), PLACES, dtype_bytes=dtype.itemsize, num_layers=3, **SHAPE)
-    assert open_bytes(load_format("bf16"), PLACES, dtype_bytes=dtype.itemsize, num_layers=3, **SHAPE) == 0
+    assert held == open_bytes(load_format("int8"), PLACES, shape=SHAPE, num_layers=3, dtype_bytes=dtype.itemsize)
+    assert open_bytes(load_format("bf16"), PLACES, shape=SHAPE, num_layers=3, dtype_bytes=dtype.itemsize) == 0
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80])

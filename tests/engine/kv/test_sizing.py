@@ -10,6 +10,7 @@ import pytest
 from engine.config import KVCacheConfig
 from engine.kv.format import load_format
 from engine.kv.placement import Places
+from engine.kv.shape import BlockShape
 from engine.kv.sizing import bytes_per_block, pool_size
 
 GIB = 2**30
@@ -17,8 +18,9 @@ BLOCK = 16 * 23_040  # SmolLM2-135M in bfloat16: 30 layers x 2 x 3 heads x 64 x 
 
 
 def test_bytes_of_a_token():
-    assert bytes_per_block(load_format("bf16"), num_layers=30, block_size=16, num_kv_heads=3, head_dim=64) == BLOCK
-    assert bytes_per_block(load_format("fp32"), num_layers=30, block_size=16, num_kv_heads=3, head_dim=64) == 2 * BLOCK
+    shape = BlockShape(block_size=16, num_kv_heads=3, head_dim=64)
+    assert bytes_per_block(load_format("bf16"), shape=shape, num_layers=30) == BLOCK
+    assert bytes_per_block(load_format("fp32"), shape=shape, num_layers=30) == 2 * BLOCK
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import torch
 
 from engine import plugins
 from engine.kv.format import format_name, load_format
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -18,11 +19,9 @@ def test_reads_back_what_was_written(name, block_size):
     num_slots = 96
     store = KVStore(
         load_format(name),
+        shape=BlockShape(block_size=block_size, num_kv_heads=3, head_dim=8),
         num_layers=2,
         num_blocks=num_slots // block_size,
-        block_size=block_size,
-        num_kv_heads=3,
-        head_dim=8,
         device=torch.device("cpu"),
     )
     order = torch.randperm(num_slots, generator=torch.Generator().manual_seed(0))
@@ -37,7 +36,8 @@ def test_reads_back_what_was_written(name, block_size):
 
 def test_writing_leaves_other_slots_alone():
     device = torch.device("cpu")
-    store = KVStore(load_format("fp32"), num_layers=1, num_blocks=4, block_size=4, num_kv_heads=2, head_dim=8, device=device)
+    shape = BlockShape(block_size=4, num_kv_heads=2, head_dim=8)
+    store = KVStore(load_format("fp32"), shape=shape, num_layers=1, num_blocks=4, device=device)
     layer = store.layer(0)
     layer.keys.fill_(torch.nan)
     layer.values.fill_(torch.nan)
@@ -53,16 +53,18 @@ def test_writing_leaves_other_slots_alone():
 @pytest.mark.parametrize(("name", "dtype"), DTYPES.items())
 def test_a_block_takes_the_bytes_that_are_allocated(name, dtype):
     device = torch.device("cpu")
-    layer = KVStore(load_format(name), num_layers=1, num_blocks=5, block_size=16, num_kv_heads=3, head_dim=64, device=device).layer(0)
+    shape = BlockShape(block_size=16, num_kv_heads=3, head_dim=64)
+    layer = KVStore(load_format(name), shape=shape, num_layers=1, num_blocks=5, device=device).layer(0)
     held = layer.keys.numel() * layer.keys.itemsize + layer.values.numel() * layer.values.itemsize
-    assert load_format(name).bytes_per_block(block_size=16, num_kv_heads=3, head_dim=64) * 5 == held
+    assert load_format(name).bytes_per_block(shape) * 5 == held
 
 
 @pytest.mark.parametrize("name", sorted(DTYPES))
 def test_a_block_goes_from_one_store_to_another_as_bytes(name):
+    shape = BlockShape(block_size=4, num_kv_heads=3, head_dim=8)
+
     def store() -> KVStore:
-        shape = {"num_layers": 2, "num_blocks": 6, "block_size": 4, "num_kv_heads": 3, "head_dim": 8}
-        return KVStore(load_format(name), **shape, device=torch.device("cpu"))
+        return KVStore(load_format(name), shape=shape, num_layers=2, num_blocks=6, device=torch.device("cpu"))
 
     first, second = store(), store()
     slots = torch.arange(24)
@@ -71,7 +73,7 @@ def test_a_block_goes_from_one_store_to_another_as_bytes(name):
         second.write(layer, *torch.randn(2, 24, 3, 8), slots)
     before = [second.layer(layer).gather(slots[None]) for layer in range(2)]
     content = first.read_block(1)
-    assert len(content) == 2 * load_format(name).bytes_per_block(block_size=4, num_kv_heads=3, head_dim=8)
+    assert len(content) == 2 * load_format(name).bytes_per_block(shape)
     second.load_blocks([(4, content)])
     moved = torch.zeros(24, dtype=torch.bool).index_fill(0, slots[16:20], True)
     for layer in range(2):
@@ -90,6 +92,6 @@ def test_auto_is_the_models_dtype():
 
 def test_every_file_is_a_format_and_an_unknown_one_is_refused():
     for name in plugins.names("engine.kv.formats"):
-        assert load_format(name).bytes_per_block(block_size=1, num_kv_heads=1, head_dim=64) > 0
+        assert load_format(name).bytes_per_block(BlockShape(block_size=1, num_kv_heads=1, head_dim=64)) > 0
     with pytest.raises(ValueError, match=r"kv_cache\.format: there is no 'fp33'; choose one of bf16, .*fp32"):
         load_format("fp33")

@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from engine.attention.backend import AttentionInputs, AttentionSpec
 from engine.attention.backends.triton import Backend, Cut
 from engine.kv.format import load_format
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
@@ -132,11 +133,9 @@ class Bench:
         model.lm_head.weight = model.embed_tokens.weight
         store = KVStore(
             load_format("fp32"),
+            shape=BlockShape(block_size=BLOCK_SIZE, num_kv_heads=SPEC.num_kv_heads, head_dim=SPEC.head_dim),
             num_layers=SPEC.num_layers,
             num_blocks=NUM_BLOCKS + 1,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=SPEC.num_kv_heads,
-            head_dim=SPEC.head_dim,
             device=torch.device(device),
         )
         self.pools = [pool for layer in range(SPEC.num_layers) for pool in store.layer(layer).pools]

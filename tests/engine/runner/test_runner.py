@@ -10,6 +10,7 @@ from engine import plugins
 from engine.attention.backend import AttentionSpec
 from engine.attention.select import select
 from engine.kv.format import load_format
+from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
 from engine.layers.spec import DecoderSpec, RopeSpec
@@ -70,11 +71,9 @@ class Bench:
         self.model = decoder(batch_invariant=batch_invariant)
         store = KVStore(
             load_format("fp32"),
+            shape=BlockShape(block_size=BLOCK_SIZE, num_kv_heads=SPEC.num_kv_heads, head_dim=SPEC.head_dim),
             num_layers=SPEC.num_layers,
             num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            num_kv_heads=SPEC.num_kv_heads,
-            head_dim=SPEC.head_dim,
             device=CPU,
         )
         for layer in range(SPEC.num_layers):
