@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from engine.kv.format import load_format
 from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
-from engine.layers.spec import DecoderSpec, RopeSpec
+from engine.layers.spec import DecoderSpec
 from engine.runner.buckets import BucketedForward, bucket_sizes
 from engine.runner.cudagraph import CudaGraphs, EagerGraphs
 from engine.runner.fused import FusedForward
@@ -27,20 +29,6 @@ from engine.types import Chunk, Request, StepPlan
 
 pytest.importorskip("triton", reason="triton is not installed: pip install -e '.[dev]'")
 
-SPEC = DecoderSpec(
-    model_type="llama",
-    vocab_size=53,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    tie_word_embeddings=True,
-)
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 60, 12
 
 
@@ -88,27 +76,27 @@ def inputs_of(seqs, block_size) -> AttentionInputs:
     return AttentionInputs(query_starts=np.arange(len(seqs) + 1), kv_lengths=lengths, block_tables=tables, block_size=block_size)
 
 
-def backend(how: Cut, *, block_size: int, device="cpu") -> Backend:
-    spec = AttentionSpec(
+def backend(spec: DecoderSpec, how: Cut, *, block_size: int, device="cpu") -> Backend:
+    attention = AttentionSpec(
         device=torch.device(device),
         dtype=torch.float32,
-        num_heads=SPEC.num_heads,
-        num_kv_heads=SPEC.num_kv_heads,
-        head_dim=SPEC.head_dim,
-        scale=SPEC.attention_scale,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale,
         block_size=block_size,
         kv_format="fp32",
         batch_invariant=False,
     )
-    return Backend(spec, cut=how)
+    return Backend(attention, cut=how)
 
 
 @settings(max_examples=300, deadline=None)
 @given(step=steps(), more=st.integers(0, 7))
-def test_a_fixed_plan_has_room_for_any_step(step, more):
+def test_a_fixed_plan_has_room_for_any_step(spec, step, more):
     """What a step has is in its place, and what is left is nobody's."""
     seqs, block_size, how = step
-    served = backend(how, block_size=block_size)
+    served = backend(spec, how, block_size=block_size)
     inputs = inputs_of(seqs, block_size).padded(len(seqs) + more, block=501)
     exact = served.plan(inputs).work
     fixed = served.fixed_plan(num_seqs=len(seqs) + more, num_blocks=20)
@@ -124,24 +112,19 @@ def test_a_fixed_plan_has_room_for_any_step(step, more):
 class Bench:
     """A decoder over a pool of NaN, plainly or in recorded steps, and sequences whose tokens come from a seed."""
 
-    def __init__(self, how: Cut, *, device: str, max_num_seqs: int | None) -> None:
-        generator = torch.Generator().manual_seed(0)
-        model = Decoder(SPEC)
-        scales = {name: 1.0 if "embed" in name else 0.2 for name, _ in model.named_parameters()}
-        weights = {name: (torch.randn(p.shape, generator=generator) * scales[name]).to(device) for name, p in model.named_parameters()}
-        model.load_state_dict(weights, strict=False, assign=True)
-        model.lm_head.weight = model.embed_tokens.weight
+    def __init__(self, model: Decoder, how: Cut, *, device: str, max_num_seqs: int | None) -> None:
+        spec = model.spec
         store = KVStore(
             load_format("fp32"),
-            shape=BlockShape(block_size=BLOCK_SIZE, num_kv_heads=SPEC.num_kv_heads, head_dim=SPEC.head_dim),
-            num_layers=SPEC.num_layers,
+            shape=BlockShape(block_size=BLOCK_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+            num_layers=spec.num_layers,
             num_blocks=NUM_BLOCKS + 1,
             device=torch.device(device),
         )
-        self.pools = [pool for layer in range(SPEC.num_layers) for pool in store.layer(layer).pools]
+        self.pools = [pool for layer in range(spec.num_layers) for pool in store.layer(layer).pools]
         for pool in self.pools:
             pool.fill_(torch.nan)
-        forward = FusedForward(model, store=store, backend=backend(how, block_size=BLOCK_SIZE, device=device))
+        forward = FusedForward(model, store=store, backend=backend(spec, how, block_size=BLOCK_SIZE, device=device))
         if max_num_seqs is not None:
             forward = BucketedForward(
                 forward,
@@ -151,7 +134,7 @@ class Bench:
                 graphs=CudaGraphs() if device == "cuda" else EagerGraphs(),
             )
         self.forward = forward
-        sampler = Sampler(num_valid_tokens=SPEC.vocab_size, seed=0)
+        sampler = Sampler(num_valid_tokens=spec.vocab_size, seed=0)
         self.runner = ModelRunner(forward, store=store, sampler=sampler, stats=Stats(), device=torch.device(device), team=Alone())
 
     def answers(self, num_steps: list[int]) -> list[tuple[list[int], list[float]]]:
@@ -178,14 +161,20 @@ class Bench:
             chunk.seq.append(draw)
 
 
+@pytest.fixture
+def make_bench(make_decoder, device):
+    """Builds a Bench, as many as a test needs, all over the same weights."""
+    return partial(Bench, make_decoder(device=device), device=device)
+
+
 HOW = {"whole": Cut(num_items=0, min_saved_tokens=None), "cut and shared": Cut(num_items=20, min_segment=4, min_saved_tokens=1)}
 
 
 @pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 @pytest.mark.parametrize(("num_steps", "max_num_seqs"), [([9, 5, 5, 3, 2], 5), ([6, 4, 1], 8), ([4], 1)])
-def test_tokens_are_those_of_steps_as_they_are(device, how, num_steps, max_num_seqs):
-    expected = Bench(how, device=device, max_num_seqs=None).answers(num_steps)
-    bench = Bench(how, device=device, max_num_seqs=max_num_seqs)
+def test_tokens_are_those_of_steps_as_they_are(make_bench, how, num_steps, max_num_seqs):
+    expected = make_bench(how, max_num_seqs=None).answers(num_steps)
+    bench = make_bench(how, max_num_seqs=max_num_seqs)
     found = bench.answers(num_steps)
     assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected]
     for (_, logprobs), (_, wanted) in zip(found, expected, strict=True):
@@ -196,15 +185,15 @@ def test_tokens_are_those_of_steps_as_they_are(device, how, num_steps, max_num_s
     assert used <= set(bench.forward._buckets), "decodes were recorded in the size that holds them"
 
 
-def test_empty_rows_write_to_the_spare_block_alone(device):
+def test_empty_rows_write_to_the_spare_block_alone(make_bench):
     """Three decodes in a step of eight rows leave every block that is not theirs as it was."""
-    bench = Bench(HOW["whole"], device=device, max_num_seqs=8)
+    bench = make_bench(HOW["whole"], max_num_seqs=8)
     bench.answers([1, 1, 1])
     written = [(~pool.isnan()).flatten(1).any(1) for pool in bench.pools]
     for blocks in written:
         assert bool(blocks[NUM_BLOCKS]), "the spare one"
         assert int(blocks.sum()) == 1 + 2 + 3, "the two of the common prompt, and the third of each"
-    others = Bench(HOW["whole"], device=device, max_num_seqs=None)
+    others = make_bench(HOW["whole"], max_num_seqs=None)
     others.answers([1, 1, 1])
     for pool, plain in zip(bench.pools, others.pools, strict=True):
         torch.testing.assert_close(pool[:NUM_BLOCKS], plain[:NUM_BLOCKS], equal_nan=True, atol=1e-5, rtol=1e-5)

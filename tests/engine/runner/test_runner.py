@@ -13,7 +13,6 @@ from engine.kv.format import load_format
 from engine.kv.shape import BlockShape
 from engine.kv.store import KVStore
 from engine.layers.decoder import Decoder
-from engine.layers.spec import DecoderSpec, RopeSpec
 from engine.runner.forward import TorchForward
 from engine.runner.fused import FusedForward
 from engine.runner.parallel import Alone
@@ -25,61 +24,37 @@ from engine.stats import Stats
 from engine.types import Chunk, Request, StepPlan
 
 CPU = torch.device("cpu")
-SPEC = DecoderSpec(
-    model_type="llama",
-    vocab_size=97,
-    hidden_size=64,
-    intermediate_size=96,
-    num_layers=2,
-    num_heads=6,
-    num_kv_heads=2,
-    head_dim=16,
-    max_position_embeddings=256,
-    rms_norm_eps=1e-5,
-    rope=RopeSpec(),
-    tie_word_embeddings=True,
-)
 BLOCK_SIZE = 4
-
-
-def decoder(*, batch_invariant: bool) -> Decoder:
-    model = Decoder(SPEC, batch_invariant=batch_invariant)
-    generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(p.shape, generator=generator) * (1.0 if "embed" in name else 0.2) for name, p in model.named_parameters()}
-    model.load_state_dict(weights, strict=False, assign=True)
-    if SPEC.tie_word_embeddings:
-        model.lm_head.weight = model.embed_tokens.weight
-    return model
 
 
 class Bench:
     """A runner over a pool of NaN, and sequences that get their blocks by hand."""
 
-    def __init__(self, name: str, *, batch_invariant: bool = False, num_blocks: int = 200) -> None:
+    def __init__(self, model: Decoder, name: str, *, batch_invariant: bool = False, num_blocks: int = 200) -> None:
+        self.model, spec = model, model.spec
         attention = AttentionSpec(
             device=CPU,
             dtype=torch.float32,
-            num_heads=SPEC.num_heads,
-            num_kv_heads=SPEC.num_kv_heads,
-            head_dim=SPEC.head_dim,
-            scale=SPEC.attention_scale,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            scale=spec.attention_scale,
             block_size=BLOCK_SIZE,
             kv_format="fp32",
             batch_invariant=batch_invariant,
         )
         self.free = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
-        self.model = decoder(batch_invariant=batch_invariant)
         store = KVStore(
             load_format("fp32"),
-            shape=BlockShape(block_size=BLOCK_SIZE, num_kv_heads=SPEC.num_kv_heads, head_dim=SPEC.head_dim),
-            num_layers=SPEC.num_layers,
+            shape=BlockShape(block_size=BLOCK_SIZE, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim),
+            num_layers=spec.num_layers,
             num_blocks=num_blocks,
             device=CPU,
         )
-        for layer in range(SPEC.num_layers):
+        for layer in range(spec.num_layers):
             store.layer(layer).keys.fill_(torch.nan)
             store.layer(layer).values.fill_(torch.nan)
-        sampler = Sampler(num_valid_tokens=SPEC.vocab_size, seed=0)
+        sampler = Sampler(num_valid_tokens=spec.vocab_size, seed=0)
         forward_class = FusedForward if name == "triton" else TorchForward
         forward = forward_class(self.model, store=store, backend=select(name, spec=attention))
         self.runner = ModelRunner(forward, store=store, sampler=sampler, stats=Stats(), device=CPU, team=Alone())
@@ -91,15 +66,21 @@ class Bench:
             seq.blocks.append(self.free.pop())
         return seq
 
+    def prompts(self, num: int) -> list[list[int]]:
+        """The first is of 5 tokens, each further one of 6 more."""
+        generator = torch.Generator().manual_seed(3)
+        return [torch.randint(self.model.spec.vocab_size, (5 + 6 * i,), generator=generator).tolist() for i in range(num)]
+
     def run(self, *chunks: Chunk, copies=()) -> list:
         return self.runner.run(StepPlan(tuple(chunks), copies))
 
     def expected(self, tokens: list[int]) -> torch.Tensor:
         """Log-probabilities after each token, [T, V], by causal attention over the whole sequence, without a cache."""
+        scale = self.model.spec.attention_scale
 
         def attend(layer, q, k, v):
             heads_first = (part.transpose(0, 1) for part in (q, k, v))
-            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True, scale=SPEC.attention_scale).transpose(0, 1)
+            return F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True, scale=scale).transpose(0, 1)
 
         hidden = self.model(torch.tensor(tokens), torch.arange(len(tokens)), attend)
         return self.model.logits(hidden).log_softmax(-1)
@@ -110,19 +91,14 @@ class Bench:
         assert draw.logprob == pytest.approx(logprobs.max().item(), abs=2e-5)
 
 
-def prompts(num: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(SPEC.vocab_size, (5 + 6 * i,), generator=generator).tolist() for i in range(num)]
-
-
 # The native kernels compute in bfloat16 only; tests/engine/attention holds them to the bound of its rounding. flash needs a GPU.
 @pytest.fixture(params=sorted(set(plugins.names("engine.attention.backends")) - {"cpu", "flash"}))
-def bench(request):
-    return Bench(request.param)
+def bench(request, make_decoder):
+    return Bench(make_decoder(), request.param)
 
 
 def test_chunked_prefill_and_decode_in_mixed_steps(bench):
-    seqs = [bench.sequence(tokens, temperature=0) for tokens in prompts(5)]
+    seqs = [bench.sequence(tokens, temperature=0) for tokens in bench.prompts(5)]
     computed = dict.fromkeys(seqs, 0)
     for step in range(12):  # each sequence goes its own pace: a step holds decodes, short chunks and long ones
         chunks = []
@@ -141,7 +117,7 @@ def test_chunked_prefill_and_decode_in_mixed_steps(bench):
 
 
 def test_shared_blocks_are_read_by_all_and_a_copied_block_goes_its_own_way(bench):
-    trunk = prompts(5)[4][:18]
+    trunk = bench.prompts(5)[4][:18]
     first = bench.sequence(trunk, n=3, temperature=0)
     draws = bench.run(Chunk(first, 0, 18, True))
     assert len(draws) == 3 and len(set(draws)) == 1
@@ -156,17 +132,18 @@ def test_shared_blocks_are_read_by_all_and_a_copied_block_goes_its_own_way(bench
 
 
 def test_a_step_that_samples_nothing_draws_nothing(bench):
-    assert bench.run(Chunk(bench.sequence(prompts(2)[1]), 0, 4, False)) == []
+    assert bench.run(Chunk(bench.sequence(bench.prompts(2)[1]), 0, 4, False)) == []
 
 
-def test_a_batch_invariant_draw_is_the_same_to_the_bit():
-    tokens = prompts(6)[5]
-    alone = Bench("reference", batch_invariant=True)
+def test_a_batch_invariant_draw_is_the_same_to_the_bit(make_decoder):
+    model = make_decoder(batch_invariant=True)
+    alone = Bench(model, "reference", batch_invariant=True)
+    tokens = alone.prompts(6)[5]
     seq = alone.sequence(tokens, seed=1)
     expected = alone.run(Chunk(seq, 0, len(tokens), True))[0]
-    bench = Bench("reference", batch_invariant=True)
+    bench = Bench(model, "reference", batch_invariant=True)
     for num_mates in (0, 1, 3, 6):
-        mates = [bench.sequence(prompts(4)[i % 4], id=i) for i in range(num_mates)]
+        mates = [bench.sequence(bench.prompts(4)[i % 4], id=i) for i in range(num_mates)]
         crowd = [Chunk(mate, 0, len(mate.tokens), True) for mate in mates]
         for cut in (1, 3, 17, len(tokens) - 1):
             moved = bench.sequence(tokens, seed=1)
