@@ -123,21 +123,13 @@ def run_once(config: RunConfig) -> int:
     tokenizer = Tokenizer.load(config.model)
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     stop = Stop()
-
-    def load_engine() -> Engine:
-        say(f"{config.name}: {job.announcement}")
-        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
-        collect_seldom()
-        stop.listen()
-        return engine
-
     try:
         summary = run(
             job,
             input=config.input,
             output=config.output,
             provenance=provenance(config, tokenizer),
-            load_engine=load_engine,
+            load_engine=lambda: load_engine(config, tokenizer, saying=f"{config.name}: {job.announcement}", stop=stop),
             limit=config.limit,
             limits=config.limits,
             resume=cast(Resume, config.resume),
@@ -163,6 +155,15 @@ def run_once(config: RunConfig) -> int:
         say(f"stopped early ({summary.stopped}); run {again}{later} to go on")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
+
+
+def load_engine(config: RunConfig, tokenizer: Tokenizer, *, saying: str, stop: Stop) -> Engine:
+    """The engine of a run, announced by ``saying``; once it is loaded signals end the run in good order."""
+    say(saying)
+    engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
+    collect_seldom()
+    stop.listen()
+    return engine
 
 
 def collect_seldom() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from engine import Engine, Tokenizer
-from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, guarded, make_job, prometheus_file
+from engine import Tokenizer
+from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, guarded, load_engine, make_job, prometheus_file
 from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
@@ -138,20 +138,13 @@ def _answer(
     own = OutputOptions(path=str(rerun.folder), prefix=output.prefix, token_ids=output.token_ids, logprobs=output.logprobs)
     config = replace(config, output=own, resume="auto")
     stop = Stop()
-
-    def load_engine() -> Engine:
-        say(f"{rerun.num_rows:,} rows again: {job.announcement}")
-        engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
-        stop.listen()
-        return engine
-
     try:
         return run(
             job,
             input=config.input,
             output=own,
             provenance=provenance(config, tokenizer),
-            load_engine=load_engine,
+            load_engine=lambda: load_engine(config, tokenizer, saying=f"{rerun.num_rows:,} rows again: {job.announcement}", stop=stop),
             reader=rerun.reader(archive, whole),
             limits=config.limits,
             progress=config.progress,
