@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # a step needs room for its logits. A GPU is ours alone once the weights are loaded. Where what a step takes was measured and
 # set aside, the rest is for recorded graphs and what the allocator cannot fill; else a step needs its room there too.
 _SHARE_OF_FREE = {"cpu": 0.5, "cuda": 0.8}
-_SHARE_BESIDE_STEP = 0.9
+_SHARE_BESIDE_STEP = {"cpu": 0.5, "cuda": 0.9}
 
 
 def bytes_per_block(kv_format: KVFormat, *, shape: BlockShape, num_layers: int) -> int:
@@ -86,7 +86,7 @@ def pool_size(
     """The number of blocks in the pool; ``bytes_beside`` so many are taken for the ones that are not full yet.
 
     ``kv_cache.num_blocks`` where it is given; else the most that fit, with what is beside them, in ``kv_cache.memory`` or
-    in a share of ``free_bytes``: 0.5 on a CPU, 0.8 on a GPU, 0.9 of what is left beside ``step_bytes``, which a step was
+    in a share of ``free_bytes``: 0.5 on a CPU, 0.8 on a GPU, there 0.9 of what is left beside ``step_bytes``, which a step was
     seen to take.
 
     Raises:
@@ -101,7 +101,7 @@ def pool_size(
     if config.num_blocks is not None:
         key, num_blocks = "kv_cache.num_blocks", config.num_blocks
     else:
-        share = _SHARE_BESIDE_STEP if step_bytes else _SHARE_OF_FREE[device_kind]
+        share = (_SHARE_BESIDE_STEP if step_bytes else _SHARE_OF_FREE)[device_kind]
         memory = int(left * share) if config.memory_bytes is None else config.memory_bytes
         key, num_blocks = "kv_cache.memory", bisect_right(range(memory // block_bytes + 1), memory, key=num_bytes) - 1
     if num_blocks < 1:
