@@ -46,7 +46,10 @@ class RunRecord:
             ValueError: it is damaged, or tells of other settings; the message lists the differences.
         """
         before = read_record(path)
-        differences = [line for key in _KEYS for line in _differences(before[key], self.values[key], name=key)]
+        differences = [
+            *_differences(before["fingerprint"], self.values["fingerprint"], missing="not set"),
+            *(f"column {line}" for line in _differences(before["columns"], self.values["columns"], missing="not there")),
+        ]
         if differences:
             raise ValueError(
                 f"output.path: {str(path.parent)!r} holds answers made with other settings:\n  "
@@ -73,10 +76,12 @@ def read_record(path: Path) -> dict[str, Any]:
     return values
 
 
-def _differences(before: Any, now: Any, *, name: str) -> Iterator[str]:
-    """One line for every leaf that is not equal: where, what it was, what it is."""
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        for key in sorted({*before, *now}):
-            yield from _differences(before.get(key), now.get(key), name=f"{name}.{key}")
-    elif before != now:
-        yield f"{name}: was {json.dumps(before)}, is {json.dumps(now)}"
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], *, missing: str, prefix: str = "") -> Iterator[str]:
+    """One line for every leaf that is not equal: its dotted key, what it was, what it is; ``missing`` says that it is none."""
+    for key in sorted({*before, *now}):
+        was, is_now = before.get(key), now.get(key)
+        if isinstance(was, Mapping) and isinstance(is_now, Mapping):
+            yield from _differences(was, is_now, missing=missing, prefix=f"{prefix}{key}.")
+        elif was != is_now:
+            told = [missing if value is None else json.dumps(value) for value in (was, is_now)]
+            yield f"{prefix}{key}: was {told[0]}, is {told[1]}"

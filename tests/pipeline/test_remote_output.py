@@ -139,7 +139,7 @@ def test_a_part_of_another_size_is_set_aside(run_job, write_jsonl, bucket, whole
 def test_force_starts_over_there_and_other_settings_are_refused(run_job, write_jsonl, bucket) -> None:
     path = write_jsonl(ROWS)
     run_job(path, out=URL)
-    with pytest.raises(ValueError, match="fingerprint"):
+    with pytest.raises(ValueError, match="other settings"):
         run_job(path, out=URL, fingerprint={"model": "other"})
     run_job(write_jsonl(ROWS[:8]), out=URL, fingerprint={"model": "other"}, resume="force")
     assert [name for name in sorted(bucket()) if name.startswith("part-")] == ["part-00000.arrow"]
