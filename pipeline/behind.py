@@ -27,7 +27,7 @@ class Behind(Beside, Generic[T]):
 
     Attributes:
         left: once the block is left, the items that were given and not done; the first is the one that failed.
-        seconds: spent on work, once the block is left.
+        seconds: spent so far on the items that are done.
     """
 
     def __init__(self, work: Callable[[T], None], *, most: int) -> None:

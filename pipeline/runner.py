@@ -212,7 +212,7 @@ class _Mill:
             raise RuntimeError("a row broke the run off, which none may") from error
         finally:
             self._progress.close()
-            self._metrics.seconds |= {**self._asking.seconds, "write": self._behind.seconds}
+            self._note_seconds()
             engine.close()
             for shard in (*self._open, *self._behind.left):
                 shard.journal.close()
@@ -233,6 +233,7 @@ class _Mill:
         self._behind.check()
         self._gate.check()
         if self._prometheus is not None:
+            self._note_seconds()
             self._prometheus.update()
         if time.monotonic() - self._flushed_s >= FLUSH_SECONDS:
             self._flush()
@@ -242,6 +243,10 @@ class _Mill:
         with self._metrics.time("wait"):
             while not is_ready(_WAIT_SECONDS):
                 self._check()
+
+    def _note_seconds(self) -> None:
+        """What the threads ahead and behind have spent so far; each counts a piece of work when it is done with it."""
+        self._metrics.seconds |= {**self._asking.seconds, "write": self._behind.seconds}
 
     def _flush(self) -> None:
         for shard in self._open:

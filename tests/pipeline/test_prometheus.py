@@ -6,6 +6,7 @@ import json
 import re
 import threading
 import time
+from itertools import pairwise
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -158,6 +159,24 @@ def test_the_file_follows_the_run(run_job, write_jsonl, scripted_engine, tmp_pat
     assert value(found, "rows_total", status="ok") == 40 == summary.num_ok
     assert value(found, "prompt_tokens_total") == json.loads((tmp_path / "out" / "metrics.json").read_text())["prompt_tokens"]
     assert value(found, "run_complete") == 1
+
+
+def test_seconds_of_all_threads_follow_the_run(run_job, write_jsonl, scripted_engine, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.prometheus.REFRESH_SECONDS", 0.0)
+    stages = ("read", "tokenise", "write")
+    seen = []
+
+    class Watched(scripted_engine):
+        def order(self, waiting):
+            found = samples(tmp_path / "run.prom")
+            seen.append([value(found, "stage_seconds_total", stage=stage) for stage in stages])
+            return super().order(waiting)
+
+    file = PrometheusFile(str(tmp_path / "run.prom"), run='sh"or\\t\nrun', info={})
+    summary = run_job(write_jsonl([{"prompt": f"row {i}"} for i in range(4000)]), engine=Watched(max_waiting=500), prometheus=file)
+    assert all(earlier[stage] <= later[stage] for earlier, later in pairwise(seen) for stage in range(len(stages)))
+    split = summary.metrics["time_split"]
+    assert all(0 < now <= split[stage] for now, stage in zip(seen[-1], stages, strict=True)), "the rows still ran"
 
 
 @pytest.mark.parametrize("how", ["limit", "fault"])
