@@ -1,4 +1,4 @@
-"""A folder that one process at a time may work in.
+"""A folder, or a file, that one process at a time may work in.
 
 Knows nothing of what is done there; it says who has it.
 """
@@ -10,7 +10,7 @@ import json
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import IO
@@ -30,7 +30,7 @@ def locked(folder: Path, *, key: str) -> Iterator[None]:
     try:
         is_new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder, key=key)
+        lock = _lock(folder / LOCK, at=folder, kind="folder", key=key)
     except OSError as error:
         raise ValueError(f"{key}: {str(folder)!r} cannot be written or locked: {error.strerror}") from error
     try:
@@ -42,8 +42,24 @@ def locked(folder: Path, *, key: str) -> Iterator[None]:
             folder.rmdir()  # the run was refused
 
 
-def _lock(folder: Path, *, key: str) -> IO[str]:
-    path = folder / LOCK
+@contextmanager
+def locked_file(path: Path, *, key: str) -> Iterator[None]:
+    """``locked`` for the file ``path``, which others may read; it is replaced as a whole, so the lock is a file of its own beside it."""
+    lock_path = path.with_name(f"{path.name}.lock")
+    try:
+        lock = _lock(lock_path, at=path, kind="file", key=key)
+    except OSError as error:
+        raise ValueError(f"{key}: {str(path)!r} cannot be written or locked: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # a disk that went away took it along
+            lock_path.unlink()
+        lock.close()
+
+
+def _lock(path: Path, *, at: Path, kind: str, key: str) -> IO[str]:
+    """The lock file ``path``, open and ours, for what lies ``at``; raises ValueError where another has it."""
     while True:
         stream = path.open("a+", encoding="utf-8")
         try:
@@ -52,7 +68,7 @@ def _lock(folder: Path, *, key: str) -> IO[str]:
             stream.seek(0)
             owner = stream.read()
             stream.close()
-            raise ValueError(f"{key}: {str(folder)!r} is in use by {_told(owner)}; wait for it, or use another folder") from None
+            raise ValueError(f"{key}: {str(at)!r} is in use by {_told(owner)}; wait for it, or use another {kind}") from None
         if _lies_at(path, stream):
             break
         stream.close()  # its owner was just leaving and took the file along

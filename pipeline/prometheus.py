@@ -15,6 +15,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
+from pipeline.lock import locked_file
 from pipeline.report import Metrics
 
 REFRESH_SECONDS = 5.0
@@ -70,7 +71,7 @@ class MetricsOptions:
 
 
 class PrometheusFile:
-    """One run's file. It is replaced as a whole, so that no reader finds half of it.
+    """One run's file, and no other run's while this one goes on. It is replaced as a whole, so that no reader finds half of it.
 
     Every metric has the label ``run``: two files in one folder must not hold the same metric with equal labels.
     """
@@ -99,19 +100,20 @@ class PrometheusFile:
         """Write the state of ``metrics`` when the block begins, by ``update`` while it runs, and when it ends.
 
         Raises:
-            ValueError: the file cannot be written, and the block has not begun.
+            ValueError: another run writes the file, or it cannot be written, and the block has not begun.
         """
-        self._metrics = metrics
-        try:
-            self._write()
-        except OSError as error:
-            raise ValueError(f"metrics.prometheus: {self._path} cannot be written: {error}") from error
-        try:
-            yield
-            self._complete = metrics.is_complete
-        finally:
-            self._ended_at = time.time()
-            self._try_to_write()
+        with locked_file(Path(self._path), key="metrics.prometheus"):
+            self._metrics = metrics
+            try:
+                self._write()
+            except OSError as error:
+                raise ValueError(f"metrics.prometheus: {self._path} cannot be written: {error}") from error
+            try:
+                yield
+                self._complete = metrics.is_complete
+            finally:
+                self._ended_at = time.time()
+                self._try_to_write()
 
     def update(self) -> None:
         """Write the state of now, if the last one is some seconds old."""

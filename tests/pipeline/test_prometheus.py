@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import time
 from itertools import pairwise
@@ -215,14 +216,30 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_load(run_job, write
         run_job(write_jsonl([{"prompt": "a"}]), prometheus=file, load_engine=lambda: pytest.fail("loaded"))
 
 
+def test_two_runs_do_not_write_one_file(run_job, write_jsonl, scripted_engine, tmp_path):
+    rows = write_jsonl([{"prompt": f"row {i}"} for i in range(4)])
+    first, second = (PrometheusFile(str(tmp_path / "run.prom"), run='sh"or\\t\nrun', info={}) for _ in range(2))
+
+    def load():
+        before = (tmp_path / "run.prom").read_bytes()
+        with pytest.raises(ValueError, match=r"metrics\.prometheus: .*run\.prom' is in use by process .* use another file"):
+            run_job(rows, out="second", prometheus=second, load_engine=lambda: pytest.fail("loaded"))
+        assert (tmp_path / "run.prom").read_bytes() == before
+        assert [path.name for path in tmp_path.glob("*.prom")] == ["run.prom"], "node_exporter would read the lock"
+        return scripted_engine()
+
+    assert run_job(rows, out="first", prometheus=first, load_engine=load).num_ok == 4
+    assert run_job(rows, out="second", prometheus=second).num_ok == 4, "the first one is over"
+    assert not list(tmp_path.glob("run.prom?*"))
+
+
 def test_a_disk_that_goes_away_ends_no_run(run_job, write_jsonl, scripted_engine, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr("pipeline.prometheus.REFRESH_SECONDS", 0.0)
     folder = tmp_path / "textfile"
     folder.mkdir()
 
     def load():
-        (folder / "run.prom").unlink()
-        folder.rmdir()
+        shutil.rmtree(folder)
         return scripted_engine()
 
     file = PrometheusFile(str(folder / "run.prom"), run="r", info={})
