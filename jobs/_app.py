@@ -19,7 +19,7 @@ from jobs._provenance import provenance
 from jobs._schema import RunConfig, absolute, as_yaml, schema_of, typed
 from jobs._signals import INTERRUPTED, Stop, leave_at_once
 from jobs._terminal import say, tell
-from pipeline import Job, PrometheusFile, PromptOptions, RunError, Summary, run
+from pipeline import Job, Limits, PrometheusFile, PromptOptions, RunError, Summary, run
 from pipeline.ledger import Resume
 
 T = TypeVar("T")
@@ -151,8 +151,7 @@ def run_once(config: RunConfig) -> int:
         return REFUSED
     if summary.stopped is not None:
         again = "the same command with resume=auto" if config.resume == "force" else "the same command again"
-        later = " and a later deadline" if summary.stopped == "deadline" and config.limits.is_dated else ""
-        say(f"stopped early ({summary.stopped}); run {again}{later} to go on")
+        say(f"stopped early ({summary.stopped}); {going_on(summary, limits=config.limits, again=again)}")
         return INTERRUPTED
     return ROWS_FAILED if summary.num_errors else OK
 
@@ -164,6 +163,18 @@ def load_engine(config: RunConfig, tokenizer: Tokenizer, *, saying: str, stop: S
     collect_seldom()
     stop.listen()
     return engine
+
+
+def going_on(summary: Summary, *, limits: Limits, again: str = "the same command again") -> str:
+    """What to do after a run that stopped early. One that did no row by its deadline would not by the next such deadline either."""
+    load_s, wall_s = summary.metrics["load_s"], summary.metrics["wall_s"]
+    if summary.stopped == "deadline" and summary.num_done == 0:
+        return (
+            f"loading took {load_s:.1f} s and the {wall_s - load_s:.1f} s that were left were not enough for one row, "
+            "so the same command may never get further: run it with a later deadline"
+        )
+    later = " and a later deadline" if summary.stopped == "deadline" and limits.is_dated else ""
+    return f"run {again}{later} to go on"
 
 
 def collect_seldom() -> None:

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 
 from engine import Tokenizer
-from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, guarded, load_engine, make_job, prometheus_file
+from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, going_on, guarded, load_engine, make_job, prometheus_file
 from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
@@ -95,7 +95,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
         say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; nothing is replaced")
         return TOO_MANY_FAILED
     if summary.stopped:
-        say("stopped early, and nothing is replaced yet; run the same command again to go on")
+        say(f"stopped early ({summary.stopped}), and nothing is replaced yet; {going_on(summary, limits=config.limits)}")
         return INTERRUPTED
     try:
         rerun.merge(archive, reader=whole, columns=columns, writer=PartWriter(config.output, schema=columns.schema))

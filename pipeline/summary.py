@@ -19,10 +19,10 @@ from pipeline.types import Part
 class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
-    They answer ``num_asked`` input rows. ``num_resumed`` input rows were answered already; ``num_cut`` answers hit a length
-    limit. ``stopped`` is what ended the run early; where it is None nothing is left, else ``num_waiting`` input rows are
-    answered and kept, and wait for the rest of their part, and ``num_unanswered`` are for the next run. ``parts`` is a glob
-    for the files that the answers are in, ``metrics`` the content of metrics.json.
+    They answer ``num_asked`` input rows. ``num_resumed`` input rows were answered already, ``num_done`` by this run; ``num_cut``
+    answers hit a length limit. ``stopped`` is what ended the run early; where it is None nothing is left, else ``num_waiting``
+    input rows are answered and kept, and wait for the rest of their part, and ``num_unanswered`` are for the next run. ``parts``
+    is a glob for the files that the answers are in, ``metrics`` the content of metrics.json.
     """
 
     output_path: str
@@ -33,6 +33,7 @@ class Summary:
     num_errors: int
     num_cut: int
     num_resumed: int
+    num_done: int
     num_waiting: int
     num_unanswered: int
     stopped: Reason | None
@@ -59,6 +60,7 @@ def summarise(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix
         num_errors=num_errors,
         num_cut=sum(part.cut for part in finished),
         num_resumed=metrics.rows_resumed,
+        num_done=metrics.rows_done,
         num_waiting=num_answered - num_asked,
         num_unanswered=metrics.rows_total - num_answered,
         stopped=stopped,

@@ -267,6 +267,19 @@ class TestTinyModel:
         assert (job.returncode, errors.splitlines()[-1]) == (75, "pagemill: stopped; the same command goes on from there")
         assert "Traceback" not in errors
 
+    def test_a_deadline_that_no_row_can_meet_is_told(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
+        """Started again and again, such a job would otherwise look as if it went on."""
+        (tmp_path / "in.jsonl").write_text('{"prompt": "Hi"}\n{"prompt": "Ho"}\n')
+        long = [*words[:-2], "engine.threads=1", "sampling.ignore_eos=true", "sampling.max_tokens=900", "sampling.n=64", "deadline=1s"]
+        done = pagemill(*long)
+        assert done.returncode == 75, done.stderr
+        last = done.stderr.splitlines()[-1]
+        assert re.fullmatch(
+            r"pagemill: stopped early \(deadline\); loading took \d+\.\d s and the \d\.\d s that were left were not enough for one row, "
+            r"so the same command may never get further: run it with a later deadline",
+            last,
+        ), last
+
     def test_limits_and_a_dead_stdout_have_their_exit_codes(self, pagemill: Any, command: str, tmp_path: Path, words: list[str]) -> None:
         rows = ["{}" if i % 2 else f'{{"prompt": "Count to {i}."}}' for i in range(240)]
         (tmp_path / "in.jsonl").write_text("\n".join(rows))

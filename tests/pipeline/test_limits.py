@@ -133,7 +133,9 @@ def test_a_deadline_ends_a_run_in_time_and_the_next_one_goes_on(run_job, write_j
     assert summary.stopped == "deadline"
     assert time.monotonic() - began < 1.5
     assert 20 < summary.num_rows + summary.num_waiting < 110
+    assert summary.num_done == summary.num_rows + summary.num_waiting
     again = run_job(path)
+    assert again.num_done == 400 - summary.num_done
     assert again.num_resumed == summary.num_rows + summary.num_waiting
     assert again.num_rows == 400
 
