@@ -132,7 +132,8 @@ def _ready(frame: Frame, group: Group | Alone, kv_cache: KVCacheConfig, runner: 
     if rehearsal is not None:
         step_bytes = rehearsal.step_bytes(runner(num_blocks=rehearsal.num_blocks, stats=Stats()), frame.device.peak_bytes)
     num_blocks = frame.num_blocks(kv_cache, free_bytes=frame.free_bytes(group), step_bytes=step_bytes)
-    stats = Stats(num_blocks=num_blocks, kv_bytes=num_blocks * frame.block_bytes + frame.bytes_beside(num_blocks))
+    kv_bytes = num_blocks * frame.block_bytes + frame.bytes_beside(num_blocks)
+    stats = Stats(num_blocks=num_blocks, kv_bytes=kv_bytes, device_peak=frame.device.held_bytes_peak)
     ready = runner(num_blocks=num_blocks, stats=stats, recorded=frame.is_recorded)
     if rehearsal is not None:
         rehearsal.warm_up(ready, num_blocks=num_blocks)

@@ -91,6 +91,10 @@ class Device:
         """Whether it computes while the host goes on: then steps are rehearsed and recorded, and launched one ahead."""
         return self.kind == "cuda"
 
+    def held_bytes_peak(self) -> int | None:
+        """Most bytes that this process's tensors held on it at once, since ``peak_bytes`` was last asked; None where none are counted."""
+        return int(torch.cuda.max_memory_allocated(self.index)) if self.kind == "cuda" else None
+
     def peak_bytes(self, call: Callable[[], object]) -> int:
         """Bytes that ``call`` holds at most beside what is held already."""
         assert self.kind == "cuda", "only a GPU's allocator counts"

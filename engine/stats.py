@@ -6,7 +6,7 @@ Everybody who does something adds to it; it decides nothing and knows nobody.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -21,7 +21,8 @@ class Stats:
     preemption counts in ``num_recomputed_tokens`` only. Utilisation is stored tokens / slots over the blocks that live
     sequences hold; an idle cache does not count. ``num_held``, ``num_idle``, ``num_running``, ``num_waiting`` and
     ``utilisation`` are the last step's. A first token's seconds run from the moment that its request was submitted. Steps
-    before the first real one are in ``warm_up_s`` and count nowhere else.
+    before the first real one are in ``warm_up_s`` and count nowhere else. ``device_peak`` asks the device for the most bytes that it
+    held at once, None where it does not count them.
     """
 
     num_steps: int = 0
@@ -37,6 +38,7 @@ class Stats:
     num_blocks_loaded: int = 0
     kv_bytes: int = 0
     warm_up_s: float = 0.0
+    device_peak: Callable[[], int | None] = lambda: None
     num_held: int = 0
     num_idle: int = 0
     num_running: int = 0
@@ -93,6 +95,7 @@ class Stats:
             "steps": self.num_steps,
             "batch_size_mean": self.num_step_seqs / steps,
             "warm_up_s": self.warm_up_s,
+            "peak_device_bytes": self.device_peak(),
             "kv_bytes": self.kv_bytes,
             "kv_blocks_total": self.num_blocks,
             "kv_blocks_peak": self.num_blocks_peak,

@@ -42,6 +42,7 @@ _GAUGES = {
     "load_seconds": ("load_s", "From the start of the process until the engine was ready."),
     "run_seconds": ("wall_s", "Since the start of the process."),
     "peak_resident_memory_bytes": ("peak_rss_bytes", "Most memory that the process held at once."),
+    "peak_device_memory_bytes": ("peak_device_bytes", "Most memory that tensors held on the GPU at once; not there without one."),
 }
 # Name -> label, its values and their keys, what it says.
 _LABELLED_GAUGES = {

@@ -71,7 +71,7 @@ def measure(config: BenchConfig, requests: list[Request]) -> dict[str, Any]:
         "engine.threads": device.num_threads,
         "engine.max_num_seqs": size,
     }
-    device_bytes = int(torch.cuda.max_memory_allocated()) if device.kind == "cuda" else None
+    device_bytes = device.held_bytes_peak()
     return {"settings": settings, **_figures(requests, seconds, kv_bytes=kv_bytes, load_s=load_s, device_bytes=device_bytes)}
 
 

@@ -91,7 +91,7 @@ def _run(config: BenchConfig, tokenizer: Tokenizer, requests: list[Request]) -> 
     engine.runner = log
     answers, run_s = _answer(engine, _batches(config, requests), log)
     numbers = _counts(engine, log, run_s=run_s)
-    memory = {"peak_rss_bytes": peak_rss_bytes(), "peak_device_bytes": _peak_device_bytes(runner)}
+    memory = {"peak_rss_bytes": peak_rss_bytes()}
     engine.close()  # which saves the blocks for kv_cache.persist, and that is no part of what was measured
     return {
         "settings": _settings(config, runner),
@@ -212,12 +212,6 @@ def _settings(config: BenchConfig, runner: ModelRunner) -> dict[str, Any]:
 
 def _backend_name(runner: ModelRunner) -> str:
     return type(cast(Any, runner.forward).backend).__module__.rpartition(".")[2]
-
-
-def _peak_device_bytes(runner: ModelRunner) -> int | None:
-    import torch
-
-    return int(torch.cuda.max_memory_allocated()) if runner.device.type == "cuda" else None
 
 
 def _measure_roof(config: BenchConfig, runner: ModelRunner) -> Roof:

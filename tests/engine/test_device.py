@@ -36,6 +36,12 @@ def test_free_bytes_are_under_the_machines_memory():
     assert 0 < Device.find("cpu").free_bytes() <= total
 
 
+def test_only_a_gpu_counts_the_most_that_it_held(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda index: 1000 + index)
+    assert Device(kind="cuda", native_bfloat16=True, num_threads=1, index=3).held_bytes_peak() == 1003
+    assert Device.find("cpu").held_bytes_peak() is None
+
+
 def test_control_group_limits_count(tmp_path, monkeypatch):
     """A container with 3 GB of which 1 GB is used, 0.25 GB of that droppable file cache, and half a CPU more than two."""
     files = {

@@ -48,6 +48,14 @@ def test_answers_are_those_of_the_reference_on_the_cpu(tiny_model):
     assert answers(engine) == answers(build(tiny_model, device="cpu", attention="reference"))
 
 
+def test_the_most_that_was_held_on_the_device_is_told(tiny_model):
+    engine = build(tiny_model)
+    assert len(answers(engine)) == len(requests())
+    told = engine.stats.snapshot()["peak_device_bytes"]
+    assert told >= engine.stats.kv_bytes
+    assert told == torch.cuda.max_memory_allocated()
+
+
 def test_nothing_is_compiled_or_recorded_after_the_warm_up(tiny_model, monkeypatch):
     import triton
 

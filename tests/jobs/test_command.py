@@ -15,6 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+import torch
 
 from jobs.__main__ import main
 
@@ -144,6 +145,9 @@ class TestTinyModel:
         assert record["config"]["input"]["path"] == str(tmp_path / "in.jsonl")
         assert record["config"]["output"]["path"] == str(tmp_path / "out")
         assert record["fingerprint"]["model.dtype"] in ("float32", "bfloat16")
+        metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+        assert metrics["peak_rss_bytes"] > metrics["kv_blocks_peak"] * metrics["kv_bytes"] / metrics["kv_blocks_total"]
+        assert (metrics["peak_device_bytes"] is None) == (not torch.cuda.is_available()), "only a GPU's allocator counts"
 
     def test_a_scheduled_job_computes_its_system_prompt_once(self, pagemill: Any, tmp_path: Path, words: list[str]) -> None:
         (tmp_path / "system.txt").write_text("Be brief. " * 60)

@@ -20,6 +20,7 @@ ENGINE_NUMBERS = {
     "steps": 5,
     "preemptions": 2,
     "recomputed_tokens": 30,
+    "peak_device_bytes": 8192,
     "kv_bytes": 4096,
     "kv_blocks_used": 3,
     "kv_blocks_cached": 4,
@@ -87,6 +88,7 @@ def test_every_number_is_there_under_its_name(file, tmp_path):
     assert [value(after, "kv_blocks", state=state) for state in ("used", "cached", "free")] == [3, 4, 9]
     assert [value(after, "sequences", state=state) for state in ("running", "waiting")] == [2, 11]
     assert (value(after, "kv_utilisation_ratio"), value(after, "kv_fragmentation_ratio")) == (0.75, 0.25)
+    assert (value(after, "kv_pool_bytes"), value(after, "peak_device_memory_bytes")) == (4096, 8192)
     assert (value(after, "prefix_hit_ratio"), value(after, "preemptions_total")) == (0.5, 2)
     first = "time_to_first_token_seconds"
     assert [value(after, first, quantile=q) for q in ("0.5", "0.99")] == [0.25, 1.25]

@@ -149,6 +149,13 @@ def test_a_cpu_computes_apart_nothing(tiny_model, monkeypatch):
     build(tiny_model, kv_cache=KVCacheConfig(num_blocks=8))
 
 
+def test_the_most_that_the_device_held_is_asked_when_it_is_told(tiny_model, monkeypatch):
+    held = [None, 2**20, 2**21]
+    monkeypatch.setattr(Device, "held_bytes_peak", lambda self: held.pop(0))
+    stats = build(tiny_model, kv_cache=KVCacheConfig(num_blocks=8)).stats
+    assert [stats.snapshot()["peak_device_bytes"] for _ in range(3)] == [None, 2**20, 2**21]
+
+
 def counts(engine: Engine) -> dict:
     numbers = engine.stats.snapshot()
     return {key: numbers[key] for key in numbers if key not in ("warm_up_s", "kv_bytes", "time_split", "time_to_first_token_s")}
