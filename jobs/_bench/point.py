@@ -16,7 +16,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from engine import Engine, Request, Tokenizer, model_identity
+from engine import Engine, Request, Tokenizer, context_length, model_identity
 from engine.cost import ModelCost
 from jobs._app import compose, guarded, make_job
 from jobs._bench import padded
@@ -61,6 +61,7 @@ def measure(config: BenchConfig) -> dict[str, Any]:
 
     tokenizer = Tokenizer.load(config.model)
     spec = read_spec(config.model)
+    _check_lengths(config, max_model_len=context_length(config.model, config.engine))  # before prompts of any length are made
     start = time.perf_counter()
     requests = _requests(config, tokenizer, vocab_size=min(tokenizer.vocab_size, spec.vocab_size))
     tokenise_s = time.perf_counter() - start
@@ -84,7 +85,7 @@ def _run(config: BenchConfig, tokenizer: Tokenizer, requests: list[Request]) -> 
     """The engine's figures. The machine's limits are measured last, when memory and time are noted."""
     engine = Engine.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
     load_s = process_seconds()
-    _check_lengths(config, engine)
+    _check_lengths(config, max_model_len=engine.max_model_len)  # for which the pool counts too
 
     runner = cast("ModelRunner", engine.runner)
     log = StepLog(runner, cost=_cost(config, engine))
@@ -116,11 +117,12 @@ def _requests(config: BenchConfig, tokenizer: Tokenizer, *, vocab_size: int) -> 
     return requests
 
 
-def _check_lengths(config: BenchConfig, engine: Engine) -> None:
-    longest = config.bench.prompt_lengths.high + config.bench.answer_lengths.high
-    if not config.input.path and longest > engine.max_model_len:
+def _check_lengths(config: BenchConfig, *, max_model_len: int) -> None:
+    prompt, answer = config.bench.prompt_lengths.high, config.bench.answer_lengths.high
+    if not config.input.path and prompt + answer > max_model_len:
+        key = "bench.max_tokens" if prompt < max_model_len else "bench.prompt_tokens"
         raise ValueError(
-            f"bench.max_tokens: prompts and answers of {longest} tokens do not fit into the {engine.max_model_len} that one sequence "
+            f"{key}: prompts and answers of {prompt + answer} tokens do not fit into the {max_model_len} that one sequence "
             "may have here; ask for less, or raise engine.max_model_len or kv_cache.memory"
         )
 

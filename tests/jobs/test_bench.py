@@ -16,6 +16,7 @@ import pytest
 from engine import SamplingParams, Tokenizer
 from engine.config import ModelConfig
 from jobs._app import compose
+from jobs._bench import point
 from jobs._bench.config import BenchConfig
 from jobs._bench.workload import synthetic
 from jobs.bench import Crash, run_apart
@@ -133,8 +134,18 @@ def test_a_point_that_is_refused_leaves_the_others(pagemill: Any, tiny_model: st
     good, bad = map(json.loads, done.stdout.splitlines())
     checked(good)
     assert bad["point"] == {"kv_cache.num_blocks": "1"}
-    assert bad["error"].startswith("bench.max_tokens: prompts and answers of 66 tokens do not fit into the ")
+    assert bad["error"].startswith("bench.prompt_tokens: prompts and answers of 66 tokens do not fit into the ")
     assert "failed" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("key", "length"), [("bench.prompt_tokens", 100_000_000), ("bench.max_tokens", 1000)])
+def test_lengths_that_cannot_fit_are_refused_before_a_prompt_is_made(
+    tiny_model: str, key: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(point, "synthetic", lambda *_, **__: pytest.fail("it would take minutes, and gigabytes"))
+    config = compose("bench", [f"model.path={tiny_model}", f"{key}={length}"], kind=BenchConfig)
+    with pytest.raises(ValueError, match=rf"^{key}: .* do not fit into the 1024 that"):
+        point.measure(config)
 
 
 def test_a_single_point_that_is_refused_is_one_line(pagemill: Any, tiny_model: str, tmp_path: Path) -> None:
