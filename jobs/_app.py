@@ -76,13 +76,24 @@ def read_run(overrides: list[str]) -> RunConfig:
         )
     asked = config.sampling.logprobs, config.sampling.prompt_logprobs, config.sampling.logprob_token_ids or None
     logprobs = config.output.logprobs or any(value is not None for value in asked)
+    prompt = replace(
+        config.prompt,
+        system_file=_placed(config.prompt.system_file),
+        template_file=_placed(config.prompt.template_file),
+        response_format_file=_placed(config.prompt.response_format_file),
+    )
     return replace(
         config,
         input=replace(config.input, path=absolute(config.input.path)),
+        prompt=prompt,
         output=replace(config.output, path=absolute(config.output.path), logprobs=logprobs),
-        kv_cache=replace(config.kv_cache, persist=config.kv_cache.persist and absolute(config.kv_cache.persist)),
-        metrics=replace(config.metrics, prometheus=config.metrics.prometheus and absolute(config.metrics.prometheus)),
+        kv_cache=replace(config.kv_cache, persist=_placed(config.kv_cache.persist)),
+        metrics=replace(config.metrics, prometheus=_placed(config.metrics.prometheus)),
     )
+
+
+def _placed(path: str | None) -> str | None:
+    return path and absolute(path)
 
 
 def make_job(

@@ -23,6 +23,21 @@ def package_file(package: str, path: str) -> Path:
     return Path(spec.submodule_search_locations[0]).absolute() / path
 
 
+def checkout_file(path: str) -> Path:
+    """Where the file ``path`` of the checkout lies that is installed here.
+
+    Raises:
+        ValueError: what is installed is a wheel, which brings no such files.
+    """
+    found = package_file("conf", "").parent / path
+    if not found.is_file():
+        raise ValueError(
+            f"checkout:{path}: comes with a checkout of Pagemill only, and this installation is none; "
+            "in a checkout make demo runs it, and preset=smoke runs everywhere"
+        )
+    return found
+
+
 def groups(name: str = "config") -> dict[str, str | None]:
     """Group -> the option that ``conf/<name>.yaml`` takes by default, in its order; None where it takes none."""
     entries = yaml.safe_load(text(f"{name}.yaml"))["defaults"]

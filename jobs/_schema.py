@@ -110,7 +110,10 @@ def as_yaml(config: Any) -> str:
 
 
 def absolute(path: str) -> str:
-    """A path as it is recorded: relative to the start folder no more. URLs stay; ``package:conf/x.jsonl`` is looked up."""
+    """A path as it is recorded: relative to the start folder no more. URLs stay; ``package:conf/x.jsonl`` and ``checkout:data/x.jsonl``
+    are looked up, and a ValueError says where they are not there."""
+    if path.startswith("checkout:"):
+        return str(_conf.checkout_file(path.removeprefix("checkout:")))
     if path.startswith("package:"):
         package, _, rest = path.removeprefix("package:").partition("/")
         return str(_conf.package_file(package, rest))

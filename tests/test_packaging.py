@@ -83,6 +83,17 @@ def test_installed_wheel_answers_in_a_foreign_folder(installed: Path, tmp_path: 
     assert str(installed.parents[1]) in record  # the smoke prompts came out of the environment, not out of this checkout
 
 
+def test_the_demo_says_that_it_needs_a_checkout(installed: Path, tmp_path: Path) -> None:
+    surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(installed), "preset=demo"], cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("pagemill: checkout:data/samples/prompts.jsonl: comes with a checkout of Pagemill only")
+    assert "preset=smoke" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_constraints_pin_every_dependency() -> None:
     project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     lines = [line for line in (CHECKOUT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
