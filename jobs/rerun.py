@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _held(folder: str, *, where: list[str], overrides: list[str]) -> int:
     if "://" in folder:
-        raise ValueError(f"{folder}: is behind a URL; copy the folder to this machine, rerun there, and copy it back")
+        raise ValueError(f"{folder}: is behind a URL; copy the folder to this machine, rerun the copy, and copy that back")
     with locked(Archive.open(folder).folder, key="DIR"):
         return _rerun(Archive.open(folder), where=where, overrides=overrides)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -165,6 +166,27 @@ def test_a_configuration_is_read_back_from_its_record(config: RunConfig) -> None
 def test_overrides_change_what_they_name_and_what_follows_it(config: RunConfig, overrides: list[str], changes: dict[str, Any]) -> None:
     changed = {key: replace(getattr(config, key), **value) if isinstance(value, dict) else value for key, value in changes.items()}
     assert with_overrides(config, overrides) == replace(config, **changed)
+
+
+def test_a_folder_behind_a_url_is_copied_rerun_and_copied_back_as_the_refusal_says(
+    answered, words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url, there, here = f"file://{tmp_path}/there", tmp_path / "there", tmp_path / "here"
+    to_the_url = [*words, f"output.path={url}", f"output.scratch={tmp_path}/scratch", "output.token_ids=true"]
+    assert _app.main(to_the_url, show=False) == 3
+    asked = ["--where", "finish_reason=length", "sampling.max_tokens=80"]
+    assert rerun.main([url, *asked]) == 2
+    assert f"{url}: is behind a URL; copy the folder" in capsys.readouterr().err
+
+    shutil.copytree(there, here)
+    assert rerun.main([str(here), *asked]) == 0
+    shutil.copytree(here, there, dirs_exist_ok=True)
+    changed = rows_of(there)
+    assert changed == rows_of(here) and changed != answered("plain", "output.token_ids=true")
+    assert verify.main([url, "rows=99"]) == 0, "each row with the settings that it has now"
+    assert _app.main(to_the_url, show=False) == 3
+    assert "from an earlier run" in capsys.readouterr().out
+    assert rows_of(there) == changed, "the same command finds nothing to do"
 
 
 def test_limits_are_one_runs_own(answered, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
