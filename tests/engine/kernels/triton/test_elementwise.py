@@ -13,6 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed: pip install -e '.
 
 from engine.kernels.triton.elementwise import add_rms_norm, rms_norm, rotate_and_store, silu_and_mul
 from engine.kv.formats._plain import PlainLayer
+from engine.kv.shape import BlockShape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -81,15 +82,8 @@ def test_rotation_and_write(random, close, device, dtype, num_heads, num_kv_head
     for norm in norms:
         norm.weight = torch.nn.Parameter(random(head_dim, dtype=dtype), requires_grad=False)
 
-    shape = {
-        "num_blocks": 6,
-        "block_size": 16,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "dtype": dtype,
-        "device": torch.device(device),
-    }
-    pools = [PlainLayer(**shape) for _ in range(2)]
+    shape = BlockShape(block_size=16, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    pools = [PlainLayer(shape, num_blocks=6, dtype=dtype, device=torch.device(device)) for _ in range(2)]
     for pool in pools:
         pool.keys.fill_(7)
         pool.values.fill_(7)
