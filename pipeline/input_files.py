@@ -5,6 +5,7 @@ Knows places and names, not what is in a file.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import io
 import os
@@ -92,12 +93,14 @@ def find_files(path: str, *, suffixes: Sequence[str], output_path: str | None = 
     What an earlier run wrote into ``output_path`` is no input of the next one.
 
     Raises:
-        ValueError: there is no such file, its place cannot be asked, or a file that no run wrote lies in
-            ``output_path``; the message names the key.
+        ValueError: there is no such file, its place or a folder below it cannot be listed, a link leads nowhere, or a file that
+            no run wrote lies in ``output_path``; the message names the key.
     """
     filesystem, place = _place(path)
     try:
         filesystem.invalidate_cache()  # what another run of this process saw may have changed
+        if isinstance(filesystem, LocalFileSystem):
+            _ask_for(place)
         single = filesystem.isfile(place)
         files = [InputFile(filesystem, place, place.rsplit("/", 1)[-1])] if single else _found(filesystem, place, suffixes=suffixes)
     except Exception as error:  # a store's library raises what it likes
@@ -134,16 +137,25 @@ def _place(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
     return filesystem, place
 
 
+def _ask_for(place: str) -> None:
+    """Raises PermissionError where a local place may be there and is out of reach: to fsspec that is no file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        os.stat(place)
+
+
 def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Sequence[str]) -> list[InputFile]:
     skipped: tuple[str, ...]
     endings: tuple[str, ...]
     if filesystem.isdir(place):
         root, skipped, endings = place.rstrip("/"), ("_", "."), tuple(suffixes)
+        _list_all(filesystem, root, skipped=skipped)
         entries = filesystem.find(place, detail=True)
     elif glob.has_magic(place):
         root, skipped, endings = "/".join(_without_magic(place.split("/"))), (".",), ("",)
         if "/." in place[len(root) :]:  # as in a shell, a dot matches where it is written only
             skipped = ()
+        if "**" in place:
+            _list_all(filesystem, root, skipped=skipped)
         entries = filesystem.glob(place, detail=True)
     else:
         return []
@@ -154,7 +166,22 @@ def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Seque
             continue
         if entry["type"] == "file" or (entry["type"] != "directory" and filesystem.isfile(each)):
             files.append(InputFile(filesystem, each, name))
+        elif entry.get("islink") and not filesystem.exists(each):
+            raise FileNotFoundError(f"{each} is a link to a file that is not there")
     return files
+
+
+def _list_all(filesystem: fsspec.AbstractFileSystem, root: str, *, skipped: tuple[str, ...]) -> None:
+    """Raises OSError where a folder on this machine cannot be listed, which fsspec would pass over: its rows would be missing."""
+
+    def refuse(error: OSError) -> None:
+        folders = str(error.filename)[len(root) :].strip("/").split("/")
+        if not any(folder.startswith(skipped) for folder in folders):
+            raise error
+
+    if isinstance(filesystem, LocalFileSystem):
+        for _ in os.walk(root, onerror=refuse):
+            pass
 
 
 def _without_magic(parts: Sequence[str]) -> Iterator[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
@@ -147,3 +149,42 @@ def test_an_output_folder_with_input_in_it_is_refused(tree: Path, path: str, out
     with pytest.raises(ValueError, match=r"output\.path: .* so input and output would mix"):
         names(tree / path, output_path=str(tree / output))
     assert names(tree / "b.jsonl", output_path=str(tree)) == ["b.jsonl"], "a file that is named is meant"
+
+
+@pytest.fixture
+def of_others() -> Iterator[Path]:
+    """A folder with ``a.jsonl``, ``shut/b.jsonl`` and ``_shut/c.jsonl``, the folders locked; we are somebody whom locks keep out."""
+    somebody, us = 65534, os.geteuid()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / "a.jsonl").write_text("{}")
+        for shut in (folder / "shut", folder / "_shut"):
+            shut.mkdir()
+            (shut / "b.jsonl").write_text("{}")
+            shut.chmod(0)
+        if us == 0:
+            os.seteuid(somebody)
+        yield folder
+        os.seteuid(us)
+        for shut in (folder / "shut", folder / "_shut"):
+            shut.chmod(0o700)
+
+
+@pytest.mark.parametrize("path", ["", "/shut", "/**/*.jsonl", "/shut/b.jsonl"])
+def test_a_folder_that_cannot_be_listed_is_refused(of_others: Path, path: str) -> None:
+    with pytest.raises(ValueError, match=rf"input\.path: .* cannot be listed: PermissionError: .*{of_others}/shut"):
+        find_files(f"{of_others}{path}", suffixes=[".jsonl"])
+
+
+def test_locked_folders_that_are_none_of_the_input_do_not_matter(of_others: Path) -> None:
+    assert [file.name for file in find_files(f"{of_others}/*.jsonl", suffixes=[])] == ["a.jsonl"]
+    with pytest.raises(ValueError, match="names no file"):
+        find_files(f"{of_others}/a.jsonl/b.jsonl", suffixes=[])
+
+
+def test_a_link_to_nothing_is_refused_in_a_folder_too(tree: Path) -> None:
+    (tree / "lost.jsonl").symlink_to(tree / "nowhere")
+    for path in (tree, f"{tree}/*.jsonl"):
+        with pytest.raises(ValueError, match=r"input\.path: .*lost\.jsonl is a link to a file that is not there"):
+            find_files(str(path), suffixes=[".jsonl"])
