@@ -89,7 +89,7 @@ def test_the_demo_says_that_it_needs_a_checkout(installed: Path, tmp_path: Path)
         [str(installed), "preset=demo"], cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("pagemill: checkout:data/samples/prompts.jsonl: comes with a checkout of Pagemill only")
+    assert done.stderr.startswith("pagemill: checkout:data/samples/system_prompt.txt: comes with a checkout of Pagemill only")
     assert "preset=smoke" in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
