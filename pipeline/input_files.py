@@ -6,6 +6,7 @@ Knows places and names, not what is in a file.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import io
 import os
@@ -148,14 +149,13 @@ def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Seque
     endings: tuple[str, ...]
     if filesystem.isdir(place):
         root, skipped, endings = place.rstrip("/"), ("_", "."), tuple(suffixes)
-        _list_all(filesystem, root, skipped=skipped)
+        _list_all(filesystem, root, pattern=("**",), skipped=skipped)
         entries = filesystem.find(place, detail=True)
     elif glob.has_magic(place):
         root, skipped, endings = "/".join(_without_magic(place.split("/"))), (".",), ("",)
         if "/." in place[len(root) :]:  # as in a shell, a dot matches where it is written only
             skipped = ()
-        if "**" in place:
-            _list_all(filesystem, root, skipped=skipped)
+        _list_all(filesystem, root, pattern=place[len(root) :].strip("/").split("/"), skipped=skipped)
         entries = filesystem.glob(place, detail=True)
     else:
         return []
@@ -171,17 +171,21 @@ def _found(filesystem: fsspec.AbstractFileSystem, place: str, *, suffixes: Seque
     return files
 
 
-def _list_all(filesystem: fsspec.AbstractFileSystem, root: str, *, skipped: tuple[str, ...]) -> None:
-    """Raises OSError where a folder on this machine cannot be listed, which fsspec would pass over: its rows would be missing."""
+def _list_all(filesystem: fsspec.AbstractFileSystem, root: str, *, pattern: Sequence[str], skipped: tuple[str, ...]) -> None:
+    """Raises OSError where a folder on this machine that ``pattern`` goes through cannot be listed: fsspec would pass over its rows."""
 
     def refuse(error: OSError) -> None:
-        folders = str(error.filename)[len(root) :].strip("/").split("/")
-        if not any(folder.startswith(skipped) for folder in folders):
+        if not isinstance(error, FileNotFoundError):  # it may go while we look
             raise error
 
-    if isinstance(filesystem, LocalFileSystem):
-        for _ in os.walk(root, onerror=refuse):
-            pass
+    if not isinstance(filesystem, LocalFileSystem):
+        return
+    for folder, below, _ in os.walk(root or "/", onerror=refuse):
+        level = len([part for part in folder[len(root) :].split("/") if part])
+        if "**" in pattern[: level + 1]:
+            below[:] = [name for name in below if not name.startswith(skipped)]
+        else:
+            below[:] = [name for name in below if level + 1 < len(pattern) and fnmatch.fnmatchcase(name, pattern[level])]
 
 
 def _without_magic(parts: Sequence[str]) -> Iterator[str]:

@@ -153,7 +153,7 @@ def test_an_output_folder_with_input_in_it_is_refused(tree: Path, path: str, out
 
 @pytest.fixture
 def of_others() -> Iterator[Path]:
-    """A folder with ``a.jsonl``, ``shut/b.jsonl`` and ``_shut/c.jsonl``, the folders locked; we are somebody whom locks keep out."""
+    """A folder with ``a.jsonl``, ``shut/b.jsonl`` and ``_shut/b.jsonl``, the folders locked; we are somebody whom locks keep out."""
     somebody, us = 65534, os.geteuid()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -171,14 +171,15 @@ def of_others() -> Iterator[Path]:
             shut.chmod(0o700)
 
 
-@pytest.mark.parametrize("path", ["", "/shut", "/**/*.jsonl", "/shut/b.jsonl"])
+@pytest.mark.parametrize("path", ["", "/shut", "/**/*.jsonl", "/*/*.jsonl", "/s*/**/b.jsonl", "/[s]hut/b.jsonl", "/shut/b.jsonl"])
 def test_a_folder_that_cannot_be_listed_is_refused(of_others: Path, path: str) -> None:
-    with pytest.raises(ValueError, match=rf"input\.path: .* cannot be listed: PermissionError: .*{of_others}/shut"):
+    with pytest.raises(ValueError, match=rf"input\.path: .* cannot be listed: PermissionError: .*{of_others}/_?shut"):
         find_files(f"{of_others}{path}", suffixes=[".jsonl"])
 
 
 def test_locked_folders_that_are_none_of_the_input_do_not_matter(of_others: Path) -> None:
-    assert [file.name for file in find_files(f"{of_others}/*.jsonl", suffixes=[])] == ["a.jsonl"]
+    for path in ("/*.jsonl", "/a*", f"/../{of_others.name[:-1]}?/a*"):
+        assert [Path(file.path).name for file in find_files(f"{of_others}{path}", suffixes=[])] == ["a.jsonl"]
     with pytest.raises(ValueError, match="names no file"):
         find_files(f"{of_others}/a.jsonl/b.jsonl", suffixes=[])
 
@@ -188,3 +189,9 @@ def test_a_link_to_nothing_is_refused_in_a_folder_too(tree: Path) -> None:
     for path in (tree, f"{tree}/*.jsonl"):
         with pytest.raises(ValueError, match=r"input\.path: .*lost\.jsonl is a link to a file that is not there"):
             find_files(str(path), suffixes=[".jsonl"])
+
+
+def test_a_glob_may_begin_at_the_root(tree: Path) -> None:
+    first, *others = tree.parts[1:]
+    names = [file.name for file in find_files("/".join(("", first[:-1] + "?", *others, "a.jsonl.gz")), suffixes=[])]
+    assert names == ["/".join((first, *others, "a.jsonl.gz"))]
