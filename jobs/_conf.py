@@ -29,7 +29,7 @@ def checkout_file(path: str) -> Path:
     Raises:
         ValueError: what is installed is a wheel, which brings no such files.
     """
-    found = package_file("conf", "").parent / path
+    found = package_file("conf", "").parent / path.lstrip("/")
     if not found.is_file():
         raise ValueError(
             f"checkout:{path}: comes with a checkout of Pagemill only, and this installation is none; "

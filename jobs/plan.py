@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine import Capacity, Forecast, Tokenizer, TokenizerMissing
 from jobs._app import OK, compose, guarded, make_job, read_run
@@ -66,7 +66,8 @@ def plan_run(config: RunConfig) -> tuple[Plan, Capacity]:
     job = make_job(config.job.name, tokenizer, prompt=config.prompt, sampling=config.sampling, model=config.model, engine=config.engine)
     forecast = Forecast.from_config(model=config.model, engine=config.engine, kv_cache=config.kv_cache, tokenizer=tokenizer)
     found = plan(job, input=config.input, output=config.output, forecast=forecast, limit=config.limit, progress=config.progress)
-    return found, _capacity(config, num_bytes=forecast.pool.num_bytes)
+    capacity = _capacity(config, num_bytes=forecast.pool.num_bytes)
+    return found, replace(capacity, num_blocks=forecast.pool.num_blocks)  # a GPU's pool has a block more, which is nobody's
 
 
 def _sizes_only(config: RunConfig, options: PlanOptions, *, reason: str) -> int:

@@ -42,7 +42,8 @@ class Behind(Beside, Generic[T]):
         try:
             self._leave()
         finally:
-            self.left = list(self._items)
+            if self._has_ended:  # else somebody who is in a hurry went on, and the thread still has them
+                self.left = list(self._items)
         if error is not self._error:
             self.check()
 

@@ -56,7 +56,7 @@ def scored(
 
 
 def rows_at_once(logits_MV: Tensor) -> int:
-    """Rows to go over together: on a CPU so few that they stay in its cache from pass to pass, else all.
+    """Rows to go over together: on a CPU so few that they stay in its cache from pass to pass, else as many as there are.
 
     For 49,152 tokens that is 5 rows, which takes a third of the time of 256 at once.
     """
@@ -66,7 +66,7 @@ def rows_at_once(logits_MV: Tensor) -> int:
 
 
 def portions(counts: SequenceOf[int], *, at_once: int) -> list[slice]:
-    """Neighbours whose counts come to at most ``at_once``, or one that counts more alone."""
+    """Neighbours whose counts, each at least 1, come to at most ``at_once``, or one that counts more alone."""
     starts, total = [], at_once
     for index, count in enumerate(counts):
         total += count

@@ -1,6 +1,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cmath>
 
 #include "attention_plan.h"
@@ -88,6 +89,7 @@ private:
             const unsigned position = first + std::min(g, (tile.num_tokens - 1) / kTokensPerGroup) * kTokensPerGroup, block_size = kv.block_size;
             const CodedGroup group{attention_.blocks_of(span.sequence)[position / block_size], int(position % block_size)};
             const bool is_coded = layer_.pool.is_coded(group.block);
+            assert(!is_coded || tile.num_coded == g);
             tile.groups[g] = group;
             tile.num_coded += is_coded;
             tile.keys[g] = is_coded ? nullptr : layer_.pool.keys(kv, group.block, item_.kv_head) + group.offset * head_dim_;
@@ -139,7 +141,7 @@ private:
             for (int g = 0; g < coded.num_groups; g++) score_coded<R, 1>(queries, head_dim_, coded, g, scores);
         }
         if (plain.num_tokens > 0) {
-            with_constant<kVectorsPerTile>((plain.num_tokens + kLanes - 1) / kLanes, [&](auto V) {
+            with_constant<kVectorsPerTile - 1>((plain.num_tokens + kLanes - 1) / kLanes, [&](auto V) {
                 score<R, V>(queries, head_dim_, plain, plain, from_token(scores, num_coded));
             });
         }

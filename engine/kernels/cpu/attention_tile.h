@@ -189,8 +189,8 @@ PAGEMILL_INLINE void take_scales(const CodedTile& tile, bf16 (*weights_RL)[kTile
     }
 }
 
-// `add_values` for such groups, whose weights have taken the scales: the same products, in kMaxColumns vectors of dims from
-// vector `first` of the head on.
+// `add_values` for such groups, whose weights have taken the scales: the same products, but for those with weights so small
+// (under 2^-66) that they change no sum. In kMaxColumns vectors of dims from vector `first` of the head on.
 template <int R>
 static __attribute__((noinline)) void add_coded_values(
     const bf16 (*weights_RL)[kTileTokens], const float* decay_R, const CodedTile& tile, int head_dim, int first, Lanes* values_RD) {

@@ -122,7 +122,7 @@ PAGEMILL_INLINE void decode_codes(const CodeTable& table, const std::uint8_t* co
     std::memcpy(out + 32, &both.second, sizeof both.second);
 }
 
-// 16 numbers, none of them negative, times powers of two: `shifts` are added to their bits. What gets too small is zero.
+// 16 numbers from 0 to 1 times powers of two up to 2^118: `shifts` are added to their bits. What gets too small is zero.
 PAGEMILL_INLINE void shift_16(bf16* numbers, const bf16* shifts) {
     const __m256i x = _mm256_loadu_si256((const __m256i*)numbers), shift = _mm256_loadu_si256((const __m256i*)shifts);
     const __m256i shifted = _mm256_maskz_adds_epi16(_mm256_test_epi16_mask(x, x), x, shift);
