@@ -153,7 +153,7 @@ def run_once(config: RunConfig) -> int:
         return FAULT
     tell(_told(summary))
     if summary.stopped == "max_error_rate":
-        say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; what is finished stays")
+        say(f"{too_many_failed(summary, limits=config.limits)}; what is finished stays")
         return TOO_MANY_FAILED
     if summary.stopped == "max_tokens_total" and not summary.metrics.get("prompt_tokens"):
         say(
@@ -186,6 +186,16 @@ def going_on(summary: Summary, *, limits: Limits, again: str = "the same command
         )
     later = " and a later deadline" if summary.stopped == "deadline" and limits.is_dated else ""
     return f"run {again}{later} to go on"
+
+
+def too_many_failed(summary: Summary, *, limits: Limits) -> str:
+    """Why a run stopped with ``TOO_MANY_FAILED``; where no part is finished yet, nothing else says what went wrong."""
+    num_failed = sum(failures.num_rows for failures in summary.failures.values())
+    code, commonest = next(iter(summary.failures.items()))
+    return (
+        f"stopped: more than max_error_rate={limits.max_error_rate:g} of the rows failed, {num_failed:,} of {summary.num_taken:,} so far; "
+        f"{commonest.num_rows:,} of them with {code}, the first is {commonest.first[0]}"
+    )
 
 
 def collect_seldom() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +18,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, GrammarParseError, OmegaConfBaseException, ValidationError
@@ -125,10 +127,18 @@ def _sentence(error: Exception) -> str:
     first_line = str(cause).splitlines()[0]
     if isinstance(cause, ValidationError) and first_line.endswith("is not Optional"):
         return f"{cause.full_key}: may not be null; leave it out for its default"
+    if isinstance(cause, ValidationError) and "is not a ListConfig" in first_line:
+        return f"{cause.full_key}: takes a list; write {_list_of_one(str(cause.full_key), cause.value)}"
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return f"{cause.full_key}: {first_line[0].lower()}{first_line[1:]}"
     ambiguous = re.match(r"Ambiguous value for argument '(.*)'$", first_line)
     return f"{ambiguous[1]}: a comma asks for several runs, which are started with -m; {_QUOTING}" if ambiguous else first_line
+
+
+def _list_of_one(key: str, value: Any) -> str:
+    """The word that gives ``key`` a list with nothing but ``value`` in it, quoted for Hydra and for the shell."""
+    item = str(value) if isinstance(value, (int, float)) else QuotedString(str(value), Quote.double).with_quotes()
+    return shlex.quote(f"{key}=[{item}]")
 
 
 def _unknown_key(error: ConfigAttributeError | ConfigKeyError) -> str:

@@ -9,7 +9,7 @@ import argparse
 from dataclasses import replace
 
 from engine import Tokenizer
-from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, going_on, guarded, load_engine, make_job, prometheus_file
+from jobs._app import FAULT, OK, ROWS_FAILED, TOO_MANY_FAILED, going_on, guarded, load_engine, make_job, prometheus_file, too_many_failed
 from jobs._provenance import provenance
 from jobs._record import recorded, with_overrides, without_limits
 from jobs._schema import RunConfig
@@ -92,7 +92,7 @@ def _rerun(archive: Archive, *, where: list[str], overrides: list[str]) -> int:
     if summary is None:
         return FAULT
     if summary.stopped == "max_error_rate":
-        say(f"stopped: more than max_error_rate={config.max_error_rate:g} of the rows failed; nothing is replaced")
+        say(f"{too_many_failed(summary, limits=config.limits)}; nothing is replaced")
         return TOO_MANY_FAILED
     if summary.stopped:
         say(f"stopped early ({summary.stopped}), and nothing is replaced yet; {going_on(summary, limits=config.limits)}")

@@ -63,12 +63,7 @@ class Archive:
         """
         folder = Path(path)
         record = _run_record(folder / RUN)
-        lines: dict[int, list[FinishedPart]] = {}
-        for values in durable.read_lines(folder / MANIFEST):
-            line = FinishedPart.read(values)
-            if line is None:
-                raise ValueError(f"{folder / MANIFEST}: damaged: the line of part {values.get('part')} is not as it was written")
-            lines.setdefault(line.part, []).append(line)
+        lines = _manifest(folder / MANIFEST)
         shard_lines = durable.read_lines(folder / SHARDS)
         indices = [line.pop("part", None) for line in shard_lines]
         shards = dict(zip(indices, _built(Shard, shard_lines, path=folder / SHARDS), strict=True))
@@ -169,6 +164,23 @@ def _run_record(path: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: damaged: {error}") from error
     return dict(record)
+
+
+def _manifest(path: Path) -> dict[int, list[FinishedPart]]:
+    """Part number -> its lines, in the order of the file. A damaged one is refused with what a run makes of it (pipeline.ledger)."""
+    values, damaged = durable.readable_lines(path)
+    read = [FinishedPart.read(value) for value in values]
+    whole = [line for line in read if line is not None]
+    if damaged or len(whole) < len(read):
+        which = f"line {damaged[0]}" if damaged else f"the line of part {values[read.index(None)].get('part')}"
+        heal = "run the same `pagemill run` command again (with resume=auto): it answers the rows of that part anew and keeps the others"
+        raise ValueError(
+            f"{path}: damaged: {which} is not as it was written; {heal if whole else 'restore it, or use resume=force to start over'}"
+        )
+    lines: dict[int, list[FinishedPart]] = {}
+    for line in whole:
+        lines.setdefault(line.part, []).append(line)
+    return lines
 
 
 def _entries(kind: type[Any], path: Path) -> list[Any]:

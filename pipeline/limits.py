@@ -93,7 +93,7 @@ class Gate:
         if self._deadline is not None and datetime.now().astimezone() >= self._deadline:
             raise Stopped("deadline")
         rate, taken = self._limits.max_error_rate, self._metrics.rows_taken
-        if rate is not None and taken >= _LEAST_ROWS and self._metrics.rows_failed > rate * taken:
+        if rate is not None and taken >= _LEAST_ROWS and self._metrics.failures.num_rows > rate * taken:
             raise Stopped("max_error_rate")
 
     def admits(self, request: Request, *, num_in_flight: int) -> bool:

@@ -6,7 +6,6 @@ Reads and asks as a run does, row by row; it writes nothing and holds no row.
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,12 +16,12 @@ from tqdm import tqdm
 from engine import Completion, Outlook, Pool, Request
 from pipeline.asking import Asked, ask
 from pipeline.columns import OutputColumns
+from pipeline.failures import Failures, FailureTally
 from pipeline.job import Job
 from pipeline.reader import InputOptions, Reader, open_reader
 from pipeline.types import Record, RowError
 from pipeline.writer import OutputOptions, PartWriter
 
-_MAX_NAMED = 5  # row keys that are shown of those with one fault
 _LONG_TAIL = 64  # equal tokens at the end of all prompts from here on are worth a word
 
 
@@ -35,14 +34,6 @@ class Forecast(Protocol):
     def submit(self, request: Request) -> Completion | None: ...
 
     def outlook(self) -> Outlook: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Failures:
-    """Rows with one error code: how many, and the keys of the first few."""
-
-    num_rows: int
-    first: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,8 +153,7 @@ class _Tally:
     longest_prompt: int = 0
     shortest_prompt: int | None = None
     context_needed: int = 0
-    num_failed: Counter[str] = field(default_factory=Counter)
-    first_failed: dict[str, list[str]] = field(default_factory=dict)
+    failed: FailureTally = field(default_factory=FailureTally)
     tail: list[int] | None = None  # what all prompts so far end with
 
     def count(self, asked: Asked, forecast: Forecast) -> None:
@@ -171,19 +161,19 @@ class _Tally:
         self.num_rows += 1
         self.num_truncated += is_cut
         if isinstance(request, RowError):
-            self._fail(request.code, record)
+            self.failed.count(request.code, row_key=record.row_key)
             return
         self._measure(request)
         self.num_blank_ends += _ends_in_blanks(record)
         refused = forecast.submit(request)
         if refused is not None:
-            self._fail(refused.error_code or "engine_error", record)
+            self.failed.count(refused.error_code or "engine_error", row_key=record.row_key)
 
     def plan(self, forecast: Forecast, *, columns: pa.Schema) -> Plan:
         outlook = forecast.outlook()
         return Plan(
             num_rows=self.num_rows,
-            failures={code: Failures(num_rows=num, first=tuple(self.first_failed[code])) for code, num in self.num_failed.most_common()},
+            failures=self.failed.by_code(),
             shortest_prompt=self.shortest_prompt or 0,
             longest_prompt=self.longest_prompt,
             context_needed=self.context_needed,
@@ -193,12 +183,6 @@ class _Tally:
             columns=columns,
             lint=list(self._lint(outlook, forecast.pool)),
         )
-
-    def _fail(self, code: str, record: Record) -> None:
-        self.num_failed[code] += 1
-        named = self.first_failed.setdefault(code, [])
-        if len(named) < _MAX_NAMED:
-            named.append(record.row_key)
 
     def _measure(self, request: Request) -> None:
         ids = request.prompt_token_ids

@@ -126,7 +126,8 @@ class PrometheusFile:
         if self._metrics is None:
             return
         metrics = self._metrics
-        numbers = metrics.summary(rows_ok=metrics.rows_done - metrics.rows_failed, rows_error=metrics.rows_failed)
+        num_failed = metrics.failures.num_rows
+        numbers = metrics.summary(rows_ok=metrics.rows_done - num_failed, rows_error=num_failed)
         yield from self._about_the_run(metrics)
         rows = {"ok": numbers["rows_ok"], "error": numbers["rows_error"]}
         yield self._counter("rows", "Input rows that this run answered.", rows, label="status")

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from engine import Completion
 from pipeline import durable
+from pipeline.failures import FailureTally
 
 
 class Stats(Protocol):
@@ -38,7 +39,7 @@ class Metrics:
     """The counters of one run. All rows are input rows: ``rows_total`` of the input, ``rows_resumed`` answered before.
 
     Of the others ``rows_taken`` were looked at so far, ``rows_asked`` went to the engine, ``rows_done`` are answered, and
-    ``rows_failed`` of these are error rows. ``prompts_truncated`` were cut to fit (``prompt.on_overflow``). Times are seconds
+    ``failures`` of these are error rows. ``prompts_truncated`` were cut to fit (``prompt.on_overflow``). Times are seconds
     since the process began. Tokens are counted as rows finish. ``engine`` is there once it is ready.
     """
 
@@ -47,7 +48,7 @@ class Metrics:
     rows_taken: int = 0
     rows_asked: int = 0
     rows_done: int = 0
-    rows_failed: int = 0
+    failures: FailureTally = field(default_factory=FailureTally)
     prompts_truncated: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -107,7 +108,7 @@ class Metrics:
         """The content of metrics.json.
 
         ``rows`` = rows_ok + rows_error are those of the finished parts; ``rows_resumed`` input rows were answered before.
-        Tokens and seconds are this run's.
+        Tokens, seconds and ``rows_failed_by_code`` are this run's; its error rows count there before their part is finished.
         Rates are over the time since the engine was ready. ``tail_s`` runs from the last request that the engine took.
         The seconds of ``time_split`` are those of three threads and overlap (pipeline/README.md).
         """
@@ -117,6 +118,7 @@ class Metrics:
             "rows": rows_ok + rows_error,
             "rows_ok": rows_ok,
             "rows_error": rows_error,
+            "rows_failed_by_code": {code: failures.num_rows for code, failures in self.failures.by_code().items()},
             "rows_resumed": self.rows_resumed,
             "prompts_truncated": self.prompts_truncated,
             "prompt_tokens": self.prompt_tokens,

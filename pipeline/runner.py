@@ -331,7 +331,8 @@ class _Mill:
         assert shard.rows[index] is None, "a row is settled once"
         shard.rows[index] = rows
         shard.num_missing -= 1
-        self._metrics.rows_failed += rows[0]["status"] == "error"
+        if rows[0]["status"] == "error":
+            self._metrics.failures.count(rows[0]["error_code"], row_key=rows[0]["row_key"])
         shard.journal.add(index, rows)
         self._progress.update()
         if shard.num_missing == 0:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.failures import Failures
 from pipeline.ledger import Ledger
 from pipeline.limits import Reason
 from pipeline.report import Metrics, write_metrics
@@ -20,9 +21,10 @@ class Summary:
     """What a run did. Rows are output rows, those of earlier runs in the same folder included.
 
     They answer ``num_asked`` input rows. ``num_resumed`` input rows were answered already, ``num_done`` by this run; ``num_cut``
-    answers hit a length limit. ``stopped`` is what ended the run early; where it is None nothing is left, else ``num_waiting``
-    input rows are answered and kept, and wait for the rest of their part, and ``num_unanswered`` are for the next run. ``parts``
-    is a glob for the files that the answers are in, ``metrics`` the content of metrics.json.
+    answers hit a length limit. This run took up ``num_taken`` input rows, of which ``failures`` are error rows, by error code, the
+    commonest first, whether their part is finished or not. ``stopped`` is what ended the run early; where it is None nothing is
+    left, else ``num_waiting`` input rows are answered and kept, and wait for the rest of their part, and ``num_unanswered`` are
+    for the next run. ``parts`` is a glob for the files that the answers are in, ``metrics`` the content of metrics.json.
     """
 
     output_path: str
@@ -34,6 +36,8 @@ class Summary:
     num_cut: int
     num_resumed: int
     num_done: int
+    num_taken: int
+    failures: Mapping[str, Failures]
     num_waiting: int
     num_unanswered: int
     stopped: Reason | None
@@ -61,6 +65,8 @@ def summarise(parts: Sequence[Part], *, ledger: Ledger, metrics: Metrics, suffix
         num_cut=sum(part.cut for part in finished),
         num_resumed=metrics.rows_resumed,
         num_done=metrics.rows_done,
+        num_taken=metrics.rows_taken,
+        failures=metrics.failures.by_code(),
         num_waiting=num_answered - num_asked,
         num_unanswered=metrics.rows_total - num_answered,
         stopped=stopped,

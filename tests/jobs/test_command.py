@@ -289,7 +289,9 @@ class TestTinyModel:
         (tmp_path / "in.jsonl").write_text("\n".join(rows))
         done = pagemill(*words, "max_error_rate=0.3")
         assert done.returncode == 4, done.stderr
-        assert "more than max_error_rate=0.3 of the rows failed" in done.stderr
+        assert "0 rows: 0 ok" in done.stdout and not (tmp_path / "out" / "errors.jsonl").exists(), "nothing else tells of the failures"
+        why = "more than max_error_rate=0.3 of the rows failed, 50 of 100 so far; 50 of them with empty_prompt, the first is in.jsonl:1;"
+        assert why in done.stderr
         done = pagemill(*words, "max_rows=20")
         assert done.returncode == 75, done.stderr
         assert "stopped early (max_rows)" in done.stderr

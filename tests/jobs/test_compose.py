@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 import yaml
@@ -43,7 +45,8 @@ REFUSED = [
     ("kv_cache.block_size=0", "kv_cache.block_size: 0 is not in 1..1024"),
     ("kv_cache.admission=null", "kv_cache.admission: may not be null; leave it out for its default"),
     ("sampling.stop_token_ids=[a]", "sampling.stop_token_ids[0]: value 'a'"),
-    ("sampling.stop=END", "sampling.stop: invalid value"),
+    ("sampling.stop=END", """sampling.stop: takes a list; write 'sampling.stop=["END"]'"""),
+    ("++sampling.stop=END", """sampling.stop: takes a list; write 'sampling.stop=["END"]'"""),
     ('sampling.stop=[""]', "sampling.stop: an empty text"),
     ("sampling.logit_bias={a: 1}", "sampling.logit_bias: {'a': 1} does not map token ids to numbers"),
     ("sampling.temperature=-1", "sampling.temperature: -1.0 is not a number in [0, inf]"),
@@ -144,6 +147,32 @@ def test_lists_and_mappings_arrive_typed(override: str, key: str, value: object)
     assert getattr(read_run(["input.path=rows.jsonl", override]).sampling, key) == value
 
 
+LISTS = [
+    (group, item.name)
+    for group, kind in get_type_hints(RunConfig).items()
+    if is_dataclass(kind)
+    for item in fields(kind)
+    if "tuple" in str(item.type)
+]
+
+
+@pytest.mark.parametrize(("group", "key"), LISTS)
+def test_one_value_where_a_list_belongs_is_refused_with_the_word_to_write(group: str, key: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{group}\.{key}: takes a list; write ") as refused:
+        read_run(["input.path=rows.jsonl", f"{group}.{key}=5"])
+    words = shlex.split(str(refused.value).partition("; write ")[2])
+    config = read_run(["input.path=rows.jsonl", *words])
+    assert [str(item) for item in getattr(getattr(config, group), key)] == ["5"]
+
+
+@pytest.mark.parametrize("text", ["abc", "two words", 'say "x"', "a\\b", "[", "a,b: {c}", "你好"])
+def test_the_word_to_write_gives_the_text_that_was_meant(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^sampling\.stop: takes a list; write ") as refused:
+        read_run(["input.path=rows.jsonl", f"sampling.stop='{text}'"])
+    words = shlex.split(str(refused.value).partition("; write ")[2])
+    assert read_run(["input.path=rows.jsonl", *words]).sampling.stop == (text,)
+
+
 @pytest.mark.parametrize(
     ("override", "shown"),
     [
@@ -178,6 +207,9 @@ def test_options_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "sampling" / "broken.yaml").write_text("temprature: 0.3\n")
     with pytest.raises(ValueError, match=r"sampling\.temprature: unknown key"):
         read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=broken"])
+    (tmp_path / "sampling" / "text.yaml").write_text('defaults: [default]\nstop: "a, b"\n')
+    with pytest.raises(ValueError, match=re.escape("""takes a list; write 'sampling.stop=["a, b"]'""")):
+        read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=text"])
     (tmp_path / "sampling" / "torn.yaml").write_text("temperature: [0.3\n")
     with pytest.raises(ValueError, match=r"torn\.yaml.*line 2"):
         read_run(["input.path=rows.jsonl", f"hydra.searchpath=[{tmp_path}]", "sampling=torn"])

@@ -219,6 +219,29 @@ def test_a_folder_without_a_run_or_with_a_damaged_record_gives_2(verified: Verif
         (out / name).write_text(kept)
 
 
+@pytest.mark.parametrize("spoil", [lambda line: line[:20], lambda line: line.replace('"rows": ', '"rows": 1')], ids=["cut", "altered"])
+def test_the_advice_for_a_damaged_line_of_the_manifest_mends_it(
+    verified: Verified, tiny_model: str, tmp_path: Path, spoil: Callable[[str], str]
+) -> None:
+    words, out = words_for(tiny_model, tmp_path), tmp_path / "out"
+    assert _app.main(words, show=False) == 3
+    first, *others = (out / "_manifest.jsonl").read_text().splitlines()
+    (out / "_manifest.jsonl").write_text("".join(line + "\n" for line in (spoil(first), *others)))
+    kept = {file: (out / file).stat().st_mtime_ns for file in (json.loads(line)["file"] for line in others)}
+    code, shown = verified(out)
+    assert code == 2
+    assert "run the same `pagemill run` command again" in shown and "resume=force" not in shown
+    assert _app.main(words, show=False) == 3
+    assert {file: (out / file).stat().st_mtime_ns for file in kept} == kept
+    assert verified(out) == (0, "parts: 3, rows: 13, error rows: 2\nall equal\n")
+
+
+def test_a_manifest_without_a_whole_line_is_left_to_its_owner(verified: Verified, out: Path) -> None:
+    (out / "_manifest.jsonl").write_text("oops\n")
+    code, shown = verified(out)
+    assert (code, "restore it, or use resume=force to start over" in shown) == (2, True)
+
+
 def test_an_input_that_changed_since_is_refused(verified: Verified, finished: Path, out: Path) -> None:
     before = (finished / "in.jsonl").read_text()
     try:

@@ -106,6 +106,19 @@ def test_failures_stop_a_run_when_they_are_too_many(run_job, write_jsonl, read_p
     assert read_parts().equals(read_parts("fine"))
 
 
+def test_failures_are_told_where_no_part_is_finished(run_job, write_jsonl) -> None:
+    """The errors wait with their rows for the rest of the part, so only the counts of the run say what went wrong."""
+    rows = [{"id": i, "prompt": "" if i % 2 else "too long" * 1000 if i % 16 == 0 else f"row {i}"} for i in range(300)]
+    summary = run_job(write_jsonl(rows), limits=Limits(max_error_rate=0.1), input={"rows_per_shard": 300})
+    assert (summary.stopped, summary.num_rows, summary.num_errors) == ("max_error_rate", 0, 0)
+    assert summary.num_taken == 100, "from so many rows on"
+    empty = [f"in.jsonl:{i}" for i, row in enumerate(rows[:100]) if not row["prompt"]]
+    assert next(iter(summary.failures)) == "empty_prompt"
+    assert summary.failures["empty_prompt"].num_rows == len(empty)
+    assert list(summary.failures["empty_prompt"].first) == empty[:5]
+    assert summary.metrics["rows_failed_by_code"] == {code: failures.num_rows for code, failures in summary.failures.items()}
+
+
 def test_few_rows_are_no_rate(run_job, write_jsonl) -> None:
     summary = run_job(write_jsonl([{"prompt": ""} for _ in range(99)]), limits=Limits(max_error_rate=0.0))
     assert (summary.stopped, summary.num_errors) == (None, 99)

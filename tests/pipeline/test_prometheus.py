@@ -77,7 +77,7 @@ def test_every_number_is_there_under_its_name(file, tmp_path):
             metrics.finished(
                 [Completion(request_id=index, token_ids=(1, 2), finish_reason="stop", num_prompt_tokens=10, num_cached_tokens=4)]
             )
-        metrics.rows_failed = 1
+        metrics.failures.count("empty_prompt", row_key="in.jsonl:0")
     after = samples(tmp_path / "run.prom")
     assert value(after, "run_complete") == 1
     assert value(after, "run_end_timestamp_seconds") == pytest.approx(time.time(), abs=60)
