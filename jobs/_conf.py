@@ -33,7 +33,7 @@ def checkout_file(path: str) -> Path:
     if not found.is_file():
         raise ValueError(
             f"checkout:{path}: comes with a checkout of Pagemill only, and this installation is none; "
-            "in a checkout make demo runs it, and preset=smoke runs everywhere"
+            "name a file of your own (pagemill run preset=smoke needs none)"
         )
     return found
 

@@ -126,6 +126,8 @@ def _bench(found: list[Point], page: Page | None = None) -> int:
     stop.listen()
     lines: list[dict[str, Any]] = []
     with _destination(options.output) as write:
+        if page is not None:
+            page.make_folder()
         for point in _take_turns(found, repeat=options.repeat, stop=stop):
             if point.failure is not None and len(found) == 1:
                 say(str(point.failure))

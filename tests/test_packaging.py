@@ -83,13 +83,20 @@ def test_installed_wheel_answers_in_a_foreign_folder(installed: Path, tmp_path: 
     assert str(installed.parents[1]) in record  # the smoke prompts came out of the environment, not out of this checkout
 
 
-def test_the_demo_says_that_it_needs_a_checkout(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["preset=demo"], "checkout:data/samples/system_prompt.txt: comes with a checkout of Pagemill only"),
+        (["bench", "table=kv"], "table.texts: checkout:data/samples/documents.jsonl: comes with a checkout of Pagemill only"),
+    ],
+)
+def test_what_needs_a_checkout_says_so(installed: Path, tmp_path: Path, words: list[str], refusal: str) -> None:
     surroundings = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [str(installed), "preset=demo"], cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120, check=False
+        [str(installed), *words], cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("pagemill: checkout:data/samples/system_prompt.txt: comes with a checkout of Pagemill only")
+    assert done.stderr.startswith(f"pagemill: {refusal}")
     assert "preset=smoke" in done.stderr and len(done.stderr.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 

@@ -84,8 +84,15 @@ class KVFormat(Protocol):
 
 
 def format_name(name: str, *, model_dtype: str) -> str:
-    """The format that ``kv_cache.format`` stands for: itself, or with "auto" the one of the model's dtype ("float32")."""
-    return _FORMAT_OF_DTYPE[model_dtype] if name == "auto" else name
+    """The format that ``kv_cache.format`` stands for: itself, or with "auto" the one of the model's dtype ("float32").
+
+    Raises:
+        ValueError: there is none of that name, which no backend need be asked about.
+    """
+    if name == "auto":
+        return _FORMAT_OF_DTYPE[model_dtype]
+    load_format(name)
+    return name
 
 
 def load_format(name: str) -> KVFormat:

@@ -88,11 +88,8 @@ class Admission:
     def _sequence(self, request: Request) -> Sequence:
         """Raises ValueError where the request's settings do not go with this engine; the message names the key."""
         sampling = request.sampling
-        if sampling.allowed_token_ids is not None and max(sampling.allowed_token_ids) >= self._vocab_size:
-            raise ValueError(
-                f"sampling.allowed_token_ids: {max(sampling.allowed_token_ids)} is not in 0..{self._vocab_size - 1}, the model's vocabulary"
-            )
         if self._rules is None or self._rules[0] is not sampling:
+            self._check_token_ids(sampling)
             self._rules = sampling, Rules.of(sampling, eos_token_ids=self._eos_token_ids, vocabulary=self._vocabulary)
         rules = self._rules[1]
         max_len = min(len(request.prompt_token_ids) + sampling.max_tokens, self.max_len)
@@ -110,6 +107,18 @@ class Admission:
                 )
             seq.beams = Beams(seq)
         return seq
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        """Raises ValueError where the settings name a token that the model lacks, which they would wait for or change in vain."""
+        named: dict[str, Collection[int]] = {
+            "allowed_token_ids": sampling.allowed_token_ids or (),
+            "logit_bias": sampling.logit_bias,
+            "logprob_token_ids": sampling.logprob_token_ids,
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        for key, token_ids in named.items():
+            if (last := max(token_ids, default=0)) >= self._vocab_size:
+                raise ValueError(f"sampling.{key}: {last} is not in 0..{self._vocab_size - 1}, the model's vocabulary")
 
     def _too_long(self, num_tokens: int) -> str:
         if self._pool_is_the_limit:

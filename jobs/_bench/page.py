@@ -28,7 +28,7 @@ class Page:
         """``words`` are the user's; ``folder`` is empty, and must stay until the points are run.
 
         Raises:
-            ValueError: there is no such table, its texts or the folder for the page are not there, or a table sets a key of ``words``.
+            ValueError: there is no such table, its texts are not there, or a table sets a key of ``words``.
         """
         self._options = options
         self._command = shlex.join(["pagemill", "bench", *words])
@@ -36,11 +36,7 @@ class Page:
             name: plugins.load("jobs._bench.tables", name, key="table.tables").TABLE for name in options.tables
         }
         self._output = Path(absolute(options.output))
-        try:
-            self._output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"table.output: {options.output} cannot be made a folder ({error.strerror})") from error
-        setup = Setup(quick=options.quick, texts=Path(absolute(options.texts)), folder=folder)
+        setup = Setup(quick=options.quick, texts=options.texts, folder=folder)
         base = [word for word in words if not word.startswith(("table=", "table."))]
         self.points = {
             (name, point): [*base, "bench.roof=false", *own]
@@ -51,6 +47,17 @@ class Page:
         for (name, _), found in self.points.items():
             if taken := next((key for key in map(_key, found[len(base) :]) if key in given), None):
                 raise ValueError(f"{taken}: the table {name} sets it itself; leave it out")
+
+    def make_folder(self) -> None:
+        """Make the folder for the page: after all else that may be refused, and before minutes of work.
+
+        Raises:
+            ValueError: it cannot be made.
+        """
+        try:
+            self._output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"table.output: {self._options.output} cannot be made a folder ({error.strerror})") from error
 
     def write(self, lines: Sequence[Line]) -> Path:
         """Write the page of the points' JSON objects; returns its path. A table that lacks a point says so instead."""

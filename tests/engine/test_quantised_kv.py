@@ -115,6 +115,14 @@ def test_perplexity_of_the_embedded_model(embedded_model, kv_format, least, most
     assert least <= perplexity - reference["perplexity"] <= most
 
 
+@pytest.mark.parametrize("attention", ["auto", "cpu", "sdpa"])
+def test_a_format_that_there_is_none_of_is_all_that_is_said(embedded_model, attention, caplog):
+    """Not that a backend lacks it, or which one is taken in its place."""
+    with pytest.raises(ValueError, match=r"^kv_cache\.format: there is no 'int4'; choose one of .*int8"):
+        make(embedded_model.path, "int4", dtype="bfloat16", attention=attention, batch_invariant=False)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize(("kv_format", "most"), [("int8", 0.54), ("fp8", 0.51), ("fp4", 0.29)])
 def test_bytes_of_a_token_as_metrics_tell(embedded_model, kv_format, most):
     """Of a pool of 4 GiB, what open blocks take in it included."""

@@ -124,7 +124,7 @@ BY_DEFINITION: dict[str, Callable[[dict[str, Any], str], list[Any]]] = {
 def test_a_table_is_what_its_definition_makes_of_the_points(name: str, quick: bool, tmp_path: Path) -> None:
     table = load(name)
     dice = random.Random(name)
-    points = table.points(Setup(quick=quick, texts=TEXTS, folder=tmp_path))
+    points = table.points(Setup(quick=quick, texts=str(TEXTS), folder=tmp_path))
     found = {point: made_up(dice) for point in points}
     expected = [point.removeprefix("perplexity ") for point in points if not point.startswith("decode ")]
     rows = table.rows(found)
@@ -137,7 +137,7 @@ def test_a_table_is_what_its_definition_makes_of_the_points(name: str, quick: bo
 @pytest.mark.parametrize("quick", [True, False])
 @pytest.mark.parametrize("name", NAMES)
 def test_points_are_settings_that_are_taken(name: str, quick: bool, tmp_path: Path) -> None:
-    points = load(name).points(Setup(quick=quick, texts=TEXTS, folder=tmp_path))
+    points = load(name).points(Setup(quick=quick, texts=str(TEXTS), folder=tmp_path))
     configs = {point: compose("bench", words, kind=BenchConfig) for point, words in points.items()}
     synthetic_ones = [config.bench for config in configs.values() if not config.input.path]
     workloads = {replace(bench, answered_by="pagemill", static_batches=False) for bench in synthetic_ones}
@@ -147,14 +147,14 @@ def test_points_are_settings_that_are_taken(name: str, quick: bool, tmp_path: Pa
 
 def test_the_contiguous_scheme_has_the_memory_of_the_blocks(tmp_path: Path) -> None:
     for quick in (True, False):
-        points = load("reservation").points(Setup(quick=quick, texts=TEXTS, folder=tmp_path))
+        points = load("reservation").points(Setup(quick=quick, texts=str(TEXTS), folder=tmp_path))
         pieces, blocks = (compose("bench", words, kind=BenchConfig) for words in points.values())
         assert pieces.kv_cache.block_size == pieces.engine.max_model_len == 1024 and blocks.kv_cache.block_size == 16
         assert blocks.kv_cache.num_blocks * 16 == pieces.kv_cache.num_blocks * 1024
 
 
 def test_texts_are_taken_once_a_document(tmp_path: Path) -> None:
-    load("formats").points(Setup(quick=False, texts=TEXTS, folder=tmp_path))
+    load("formats").points(Setup(quick=False, texts=str(TEXTS), folder=tmp_path))
     samples = [json.loads(line) for line in TEXTS.read_text(encoding="utf-8").splitlines()]
     first = {sample["document"]: sample["prompt"] for sample in reversed(samples)}
     written = [json.loads(line)["prompt"] for line in (tmp_path / "texts.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -178,11 +178,12 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
-        (["table=kv", "engine.attention=sdpa", f"table.texts={TEXTS}"], "engine.attention: the table ladder sets it itself; leave it out"),
+        (["table=kv", "engine.attention=sdpa"], "engine.attention: the table ladder sets it itself; leave it out"),
         (["table=kv", "table.texts=none.jsonl"], "table.texts: there is no file "),
         (["table=kv", "table.tables=[prefix,nothing]"], "table.tables: there is no 'nothing'; choose one of batching, formats, "),
         (["table=kv", "seed=1,2"], "seed: a page of tables has points of its own"),
         (["table=kv", "table.tables=[prefix]", "table.output=/proc/none"], "table.output: /proc/none cannot be made a folder"),
+        (["table=kv", "bench.output=none/lines.jsonl"], "bench.output: none/lines.jsonl cannot be written"),
         (["table.quick=true"], "table.quick: says how a page of tables is made, and none is asked for"),
         (["bench.answered_by=somebody"], "bench.answered_by: 'somebody' is not one of pagemill, transformers"),
     ],
@@ -193,17 +194,19 @@ def test_settings_that_cannot_be_are_refused_by_name(
     monkeypatch.chdir(tmp_path)
     assert main(words, show=False) == 2
     assert capsys.readouterr().err.startswith(f"pagemill: {refusal}")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_texts_without_a_prompt_are_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "no prompt"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl"):
-        load("formats").points(Setup(quick=True, texts=tmp_path / "rows.jsonl", folder=tmp_path))
+        load("formats").points(Setup(quick=True, texts=str(tmp_path / "rows.jsonl"), folder=tmp_path))
 
 
 def test_a_table_that_lacks_a_point_says_so_and_the_others_stand(tmp_path: Path) -> None:
     options = TableOptions(title="A page", tables=("batching", "prefix"), output=str(tmp_path / "out"))
     page = Page(options, words=["table=kv", "engine.threads=1"], folder=tmp_path)
+    page.make_folder()
     dice = random.Random(1)
     about = {"date": "2026-01-02T03:04", "version": "1", "revision": None, "torch": "2", "transformers": "5", "model": "tiny"}
     about["machine"] = {"gpu": "a GPU", "cpu": "", "usable_cpus": 1, "tier": None, "memory_bytes": GIB}

@@ -34,10 +34,10 @@ class TableOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What points are made for. ``folder`` is empty and stays until all are run."""
+    """What points are made for. ``folder`` is empty and stays until all are run; ``texts`` is as the user named it."""
 
     quick: bool
-    texts: Path
+    texts: str
     folder: Path
 
     def pick(self, full: T, quick: T) -> T:

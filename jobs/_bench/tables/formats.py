@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jobs._bench.tables import MIB, Line, Row, Setup, Table
+from jobs._schema import absolute
 from pipeline import InputOptions
 from pipeline.reader import open_reader
 
@@ -18,7 +19,7 @@ _DECODED = ("bf16", "int8", "fp8")
 def points(setup: Setup) -> Mapping[str, list[str]]:
     """Perplexity in float32, so that the format alone differs; decoding in bfloat16, all prompts computed in one step before it."""
     texts = setup.folder / "texts.jsonl"
-    _write_texts(setup.texts, texts, limit=setup.pick(None, 2))
+    _write_texts(_source(setup.texts), texts, limit=setup.pick(None, 2))
     score = ["job=score", "input=jsonl", f"input.path={texts}", "prompt.on_overflow=truncate_right"]
     score += ["model.dtype=float32", "engine.max_num_seqs=6", "kv_cache.memory=1GiB"]
     num_rows, num_prompt, num_out = setup.pick((16, 1000, 64), (2, 40, 4))
@@ -60,14 +61,19 @@ def _token_bytes(line: Line) -> float:
     return float(line["kv_bytes"] / line["kv_blocks_total"] / line["settings"]["kv_cache.block_size"])
 
 
-def _write_texts(source: Path, target: Path, *, limit: int | None) -> None:
-    """One prompt of each document, as rows for job=score.
-
-    Raises:
-        ValueError: there is no such file, or no prompt in it.
-    """
+def _source(name: str) -> Path:
+    """Raises ValueError where there is no such file."""
+    try:
+        source = Path(absolute(name))
+    except ValueError as refusal:
+        raise ValueError(f"table.texts: {refusal}") from refusal
     if not source.is_file():
         raise ValueError(f"table.texts: there is no file {source}; name a JSONL file of rows with a prompt, one or more to a document")
+    return source
+
+
+def _write_texts(source: Path, target: Path, *, limit: int | None) -> None:
+    """One prompt of each document, as rows for job=score; raises ValueError where there is none."""
     chosen: dict[str, str] = {}
     reader = open_reader(InputOptions(format="jsonl", path=str(source)), prompt_columns=("prompt",), limit=None)
     for shard in reader.read(reader.shards):

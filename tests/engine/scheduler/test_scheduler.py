@@ -106,6 +106,25 @@ def test_a_token_id_that_the_model_lacks_is_refused(oracle_engine, token_id):
     assert "999" in refused.error_message
 
 
+@pytest.mark.parametrize(
+    ("key", "of"),
+    [
+        ("allowed_token_ids", lambda token_id: [3, token_id, 4]),
+        ("logit_bias", lambda token_id: {3: 1.0, token_id: -1.0}),
+        ("logprob_token_ids", lambda token_id: [token_id, 3]),
+        ("stop_token_ids", lambda token_id: [token_id]),
+    ],
+)
+def test_settings_that_name_a_token_that_the_model_lacks_are_refused(oracle_engine, key, of):
+    engine = oracle_engine(num_blocks=100, block_size=16)
+    last, beyond, far = (SamplingParams(**{key: of(token_id)}, max_tokens=2) for token_id in (999, 1000, 2**31 - 1))
+    settings = [beyond, last, beyond, beyond, far, last]
+    done = {c.request_id: c for c in engine.generate(Request(id=i, prompt_token_ids=[1, 2], sampling=s) for i, s in enumerate(settings))}
+    assert [done[i].error_code for i in range(6)] == ["bad_params", None, "bad_params", "bad_params", "bad_params", None]
+    assert done[0].error_message == f"sampling.{key}: 1000 is not in 0..999, the model's vocabulary"
+    assert f"sampling.{key}: {2**31 - 1} " in done[4].error_message
+
+
 def test_a_refusal_for_the_pool_names_both_numbers(oracle_engine):
     engine = oracle_engine(num_blocks=4, block_size=16, max_model_len=4096)
     refused = engine.submit(Request(id=0, prompt_token_ids=[1] * 100))
