@@ -45,8 +45,6 @@ class Frame:
     max_model_len: int
     backend: AttentionBackend[Any]
     footprint: Footprint
-    max_num_seqs: int
-    max_num_batched_tokens: int
     num_ranks: int
     int8: bool
 
@@ -80,8 +78,6 @@ class Frame:
             max_model_len=context,
             backend=backend,
             footprint=footprint,
-            max_num_seqs=engine.max_num_seqs,
-            max_num_batched_tokens=engine.max_num_batched_tokens,
             num_ranks=num_ranks,
             int8=model.weights == "int8",
         )
@@ -104,8 +100,8 @@ class Frame:
     def rehearsal(self) -> Rehearsal:
         return Rehearsal(
             block_size=self.footprint.shape.block_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.footprint.max_num_seqs,
+            max_num_batched_tokens=self.footprint.max_num_batched_tokens,
             max_model_len=self.max_model_len,
         )
 
@@ -135,7 +131,8 @@ class Frame:
     def forward(self, decoder: Decoder, *, store: KVStore) -> Forward:
         """A device's own kernels run the step where they, or flash-attn, run the attention; torch does where another backend does."""
         if isinstance(self.backend, cpu.Backend):
-            return NativeForward(decoder, store=store, backend=self.backend, max_tokens=self.max_num_batched_tokens, int8=self.int8)
+            max_tokens = self.footprint.max_num_batched_tokens
+            return NativeForward(decoder, store=store, backend=self.backend, max_tokens=max_tokens, int8=self.int8)
         if is_fused(self.backend):
             from engine.runner.fused import FusedForward
 
@@ -150,7 +147,7 @@ class Frame:
     def bucketed(self, forward: TorchForward, *, spare_block: int) -> BucketedForward:
         return BucketedForward(
             forward,
-            sizes=bucket_sizes(self.max_num_seqs),
+            sizes=bucket_sizes(self.footprint.max_num_seqs),
             spare_block=spare_block,
             max_blocks=-(-self.max_model_len // self.footprint.shape.block_size),
             graphs=CudaGraphs() if self.device.kind == "cuda" else EagerGraphs(),
