@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
@@ -259,3 +261,15 @@ def every_type() -> dict[str, TypedColumn]:
         "small_category": (pa.dictionary(pa.int8(), pa.string()), ("a", "a"), ("a", "a")),
     }  # fmt: skip
     return {name: TypedColumn(kind, [one[0], two[0], None], [one[1], two[1], None]) for name, (kind, one, two) in columns.items()}
+
+
+@pytest.fixture
+def press_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Raises KeyboardInterrupt in the main thread, whichever thread calls it. A signal of its own: pytest has a use for SIGINT."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda: signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+    signal.signal(signal.SIGALRM, before)

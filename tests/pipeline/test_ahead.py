@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
 
@@ -104,7 +103,7 @@ def test_it_says_whether_there_is_anything_to_take() -> None:
         assert list(ahead) == []
 
 
-def test_the_source_is_closed_though_the_waiting_is_interrupted() -> None:
+def test_the_source_is_closed_though_the_waiting_is_interrupted(press_ctrl_c: Callable[[], None]) -> None:
     drawing, leaving, ended = threading.Event(), threading.Event(), threading.Event()
 
     def items() -> Generator[int, None, None]:
@@ -112,24 +111,17 @@ def test_the_source_is_closed_though_the_waiting_is_interrupted() -> None:
             drawing.set()
             leaving.wait()
             time.sleep(0.1)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+            press_ctrl_c()
             time.sleep(0.2)
             yield 0
         finally:
             ended.set()
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
 
     def take_nothing() -> None:
         with Ahead(items(), most=1):
             drawing.wait()
             leaving.set()
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            take_nothing()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(KeyboardInterrupt):
+        take_nothing()
     assert ended.is_set()

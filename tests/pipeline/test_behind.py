@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -46,31 +45,24 @@ def test_all_is_done_though_the_block_is_left_by_an_error() -> None:
     assert done == [0, 1, 2, 3]
 
 
-def test_all_is_done_though_the_waiting_is_interrupted() -> None:
+def test_all_is_done_though_the_waiting_is_interrupted(press_ctrl_c: Callable[[], None]) -> None:
     done: list[int] = []
     leaving = threading.Event()
 
     def work(item: int) -> None:
         leaving.wait()
         time.sleep(0.1)
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
+        press_ctrl_c()
         time.sleep(0.2)
         done.append(item)
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
 
     def give_and_leave() -> None:
         with Behind(work, most=3) as behind:
             behind.give(0)
             leaving.set()
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            give_and_leave()
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(KeyboardInterrupt):
+        give_and_leave()
     assert done == [0]
 
 
